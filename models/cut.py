@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import CONV, MAMBA1
-from headway.kernels.experts.weights import ExpertsCut
+from headway.kernels.experts.weights import ExpertsShard
 from headway.kernels.experts.weights import needs as needs_of_experts
 from headway.kernels.linear.axes import Axis, Division
 from headway.models.config import DecoderConfig, StateConfig
@@ -54,10 +54,10 @@ class ModelCut:
         return VocabularyCut(self._config.vocab_size, self._division)
 
     @cached_property
-    def experts(self) -> ExpertsCut:
+    def experts(self) -> ExpertsShard:
         """The layers of experts."""
         assert self._config.experts is not None
-        return ExpertsCut(self._config.experts, self._division)
+        return ExpertsShard(self._config.experts, self._division)
 
     @cached_property
     def state(self) -> StateCut:

@@ -209,7 +209,7 @@ class ExpertsKind:
         return len(self.kernels) > 1
 
     @property
-    def guests(self) -> list[ExpertsKernel]:
+    def third_party(self) -> list[ExpertsKernel]:
         """Kernels of third parties."""
         return [each for each in self.kernels.values() if not is_own(type(each))]
 
@@ -241,7 +241,7 @@ class ExpertsKind:
             self._chosen[num_tokens] = able[name] if name else next(iter(likely or able.values()))
         return self._chosen[num_tokens]
 
-    def obey(self, times: AxisTimes) -> None:
+    def use_times(self, times: AxisTimes) -> None:
         """Use measured times to select kernels from now on."""
         self.times = times
         self._rebind()

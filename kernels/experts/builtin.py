@@ -96,7 +96,7 @@ ROW_WARPS = {"triton.rows": 1, "triton.rows.4warps": 4}
 """Warps per program of the GEMV kernels over quantized weights. The first one also supports dense weights."""
 EXPANDED = ("triton.tiles128x128x64", "triton.tiles128x256x64", "torch.grouped_mm")
 """Kernels over dense weights that can also run after quantized weights are dequantized."""
-CUDA_ROWS, CUDA_LOTS = (8, 16), (8, 16, 32, 64)
+SKINNY_TILE_ROWS, GROUPED_TILE_ROWS = (8, 16), (8, 16, 32, 64)
 """Maximum rows per tile of one expert. Larger tiles read a weight fewer times, but leave less shared memory for its ring."""
 
 _GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
@@ -112,7 +112,7 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
         return ExpertsKernelInfo(name, summary, partial(_load, place, arguments), extra, devices=devices, api_version=API_VERSION)
 
     yield info("torch", "one expert after the other by torch's products, on a CPU", "plain:TorchExperts")
-    for rows in CUDA_ROWS:
+    for rows in SKINNY_TILE_ROWS:
         name, summary = f"cuda.rows{rows}", f"up to {rows} rows of an expert over quantised weights in CUDA C++"
         yield info(name, summary, "cuda_rows:cuda_rows", _CUDA, rows)
     for name in ROW_WARPS:
@@ -122,9 +122,9 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
     yield info("torch.grouped_mm", "torch's grouped product over sorted pairs, bfloat16", "tiles:GroupedMM", _TRITON)
     for name in EXPANDED:
         yield info(f"dequantize+{name}", f"weights expanded for {name}", "tiles:dequantizing", _TRITON, name)
-    for rows in CUDA_LOTS:
+    for rows in GROUPED_TILE_ROWS:
         name, summary = f"cuda.lots{rows}", f"up to {rows} rows of an expert over quantised weights by wgmma (H100)"
-        yield info(name, summary, "cuda_lots:cuda_lots", _CUDA, rows)
+        yield info(name, summary, "cuda_grouped_gemm:cuda_grouped_gemm", _CUDA, rows)
 
 
 def _load(place: str, arguments: tuple[object, ...]) -> Any:

@@ -18,11 +18,11 @@ from torch import Tensor
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import Support
 from headway.core.contract.weights import QuantizedWeight
-from headway.kernels.experts.builtin import CUDA_ROWS
+from headway.kernels.experts.builtin import SKINNY_TILE_ROWS
 from headway.kernels.experts.plain import Routed, RoutedKernel
 from headway.kernels.experts.weights import examples_of
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes
-from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaVariant, warps_bytes
+from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaTiling, CudaVariant, warps_bytes
 from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
 from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Launch
@@ -50,32 +50,32 @@ class ExpertProduct:
     summed.
     """
     gated: bool
-    lot: int
+    rows_per_tile: int
     """Maximum rows of one expert per tile."""
 
 
-ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
+ExpertTilingRule = Callable[[ExpertProduct, int], CudaTiling]
 """(product, number of SMs) -> tiling"""
 
 
-def expert_rows_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
+def expert_rows_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTiling:
     """Return the tiling of a GEMM: as many warps along K as there are slices for, and rings as deep as fit.
 
     The preferred values were measured on an H100 with Qwen3-30B-A3B in block FP8 and gpt-oss-20b in MXFP4: docs/notes/kernels.md.
     """
-    weight, lot, out_features = product.weight, product.lot, product.out_features
+    weight, rows_per_tile, out_features = product.weight, product.rows_per_tile, product.out_features
     slices = -(-weight.row // SLICE_BYTES)
     preferred = _FIRST if product.first else _LAST
-    tiles, wanted, most_stages, blocks = preferred[bool(weight.half), min(lot, 16)]
+    tiles, wanted, most_stages, blocks = preferred[bool(weight.half), min(rows_per_tile, 16)]
     if not product.gated and out_features <= PART_ROWS * tiles * multiprocessors // 2:
         tiles = 1
     order = (wanted, *(count for count in _WARPS if count != wanted))
     padded = {warps: -(-slices // warps) * warps for warps in order}
     warps = next((count for count in order if padded[count] <= 1.05 * slices), min(order, key=padded.__getitem__))
-    step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * lot * 128)
-    kept = 2 * warps * lot * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
+    step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * rows_per_tile * 128)
+    kept = 2 * warps * rows_per_tile * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
     stages = (_ROOM - kept) // step
-    return CudaCut(tiles, warps, max(2, min(stages, most_stages)), per_multiprocessor=blocks)
+    return CudaTiling(tiles, warps, max(2, min(stages, most_stages)), per_multiprocessor=blocks)
 
 
 _Preferred = dict[tuple[bool, int], tuple[int, int, int, int]]
@@ -118,7 +118,7 @@ class ExpertVariant:
         return 1 if self.each.most_rows == 1 else self.most_tokens
 
     @property
-    def most_lots(self) -> int:
+    def max_tiles(self) -> int:
         """Maximum number of expert tiles per launch."""
         pairs, rows = self.tokens * self.slots, self.each.most_rows
         return (pairs + min(pairs, self.experts) * (rows - 1)) // rows
@@ -130,20 +130,20 @@ class ExpertVariant:
 
     @property
     def _outputs(self) -> int:
-        return PART_ROWS * self.each.cut.tiles // (2 if self.each.gated else 1)
+        return PART_ROWS * self.each.tiling.tiles // (2 if self.each.gated else 1)
 
     @property
     def lots_bytes(self) -> int:
         """Size of `struct Lots` in bytes."""
         pairs = self.tokens * self.slots
-        floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * self.most_lots + 1 + 2 * (self.experts + 1)
+        floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * self.max_tiles + 1 + 2 * (self.experts + 1)
         return 4 + 4 * floats + -(-shorts // 2) * 4
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory in bytes, matching expert_rows.cu."""
         each, totals = self.each, 0 if self.first else self.tokens * self._outputs * 4
-        return warps_bytes(each.weight, each.most_rows, each.cut, each.scale_dtype.itemsize) + totals + self.lots_bytes
+        return warps_bytes(each.weight, each.most_rows, each.tiling, each.scale_dtype.itemsize) + totals + self.lots_bytes
 
     @property
     def constants(self) -> dict[str, str | int]:
@@ -174,13 +174,16 @@ def expert_variant(
     config: ExpertsConfig,
     weight: ArrangedWeight,
     dtype: torch.dtype,
-    lot: int,
+    rows_per_tile: int,
     first: bool,
     bias: bool,
     multiprocessors: int,
-    rule: ExpertCutRule = expert_rows_cut,
+    rule: ExpertTilingRule = expert_rows_tiling,
 ) -> ExpertVariant:
-    """Return the variant for one of a layer's two GEMMs. lot: maximum rows per tile; 1 means a single token. dtype: type of x."""
+    """Return the variant for one of a layer's two GEMMs.
+
+    rows_per_tile: maximum rows per tile; 1 means a single token. dtype: type of x.
+    """
     gated, rows = first and config.gated, len(weight.codes) // config.num_all
     out_features = rows // 2 if gated else rows
     each = CudaVariant(
@@ -188,8 +191,8 @@ def expert_variant(
         weight=weight.described,
         scale_dtype=weight.scales.dtype,
         wide=weight.wide,
-        cut=rule(ExpertProduct(weight.described, out_features, first, gated, lot), multiprocessors),
-        most_rows=lot,
+        tiling=rule(ExpertProduct(weight.described, out_features, first, gated, rows_per_tile), multiprocessors),
+        most_rows=rows_per_tile,
         in_features=weight.described.row * (2 if weight.described.half else 1),
         out_features=out_features,
         norm=None,
@@ -211,10 +214,10 @@ class _Launcher:
     """A compiled kernel with its launch configuration and arguments, which each launch copies."""
 
     def __init__(self, variant: ExpertVariant, device: torch.device, multiprocessors: int) -> None:
-        cut = variant.each.cut
+        tiling = variant.each.tiling
         self.kernel: CompiledKernel = load(variant.source, "expert_rows", device, architecture(device))
         self.kernel.allow_shared(variant.shared_bytes)
-        blocks = multiprocessors * cut.per_multiprocessor
+        blocks = multiprocessors * tiling.per_multiprocessor
         early = torch.cuda.get_device_capability(device) >= (9, 0)
         grid = blocks if variant.first else min(variant.tiles, blocks)
         self.launch = Launch((grid, 1, 1), variant.each.threads, variant.shared_bytes, overlaps=early)
@@ -228,7 +231,7 @@ class CudaExperts(RoutedKernel):
         formats=frozenset({"fp8", "int8", "int4", "mxfp4"}), max_tokens=MOST_TOKENS, biases=True, ungated=True, clamped=True
     )
     sorts = False
-    lot: ClassVar[int]
+    rows_per_tile: ClassVar[int]
     """Maximum rows of one expert per tile."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
@@ -269,7 +272,7 @@ class CudaRows(CudaExperts):
 
     def runs(self, num_tokens: int) -> bool:
         """Return whether the tile size fits this number of tokens. A smaller tile is used if this one could not be filled."""
-        return num_tokens <= MOST_TOKENS and (self.lot == CUDA_ROWS[0] or num_tokens > self.lot // 2)
+        return num_tokens <= MOST_TOKENS and (self.rows_per_tile == SKINNY_TILE_ROWS[0] or num_tokens > self.rows_per_tile // 2)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
         between = out.new_empty((routed.experts.numel(), self._config.intermediate_size))
@@ -280,7 +283,7 @@ class CudaRows(CudaExperts):
         self, routed: Routed, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, y: Tensor, first: bool
     ) -> None:
         num_tokens, arranged = len(routed.experts), self._arranged(weight)
-        launcher = self._launcher(weight, bias, 1 if num_tokens == 1 else self.lot, first)
+        launcher = self._launcher(weight, bias, 1 if num_tokens == 1 else self.rows_per_tile, first)
         routing = _ROUTED.pack(routed.experts.data_ptr(), routed.weights.data_ptr())
         launcher.arguments.set(pointers_of(x, arranged, bias, y), routing, numpy.int32(num_tokens))
         launcher.kernel(launcher.launch, launcher.arguments)
@@ -289,18 +292,20 @@ class CudaRows(CudaExperts):
         """Repack a layer's scales, and compile the kernels."""
         products = (weights.gate_up, weights.gate_up_bias, True), (weights.down, weights.down_bias, False)
         for weight, bias, first in products:
-            for lot in {1, self.lot} if self.runs(1) else {self.lot}:
-                self._launcher(weight, bias, lot, first)
+            for rows_per_tile in {1, self.rows_per_tile} if self.runs(1) else {self.rows_per_tile}:
+                self._launcher(weight, bias, rows_per_tile, first)
         return weights
 
-    def _launcher(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, lot: int, first: bool) -> _Launcher:
+    def _launcher(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, rows_per_tile: int, first: bool) -> _Launcher:
         arranged, dtype = self._arranged(weight), self.spec.dtype
-        return self._made(expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors))
+        return self._made(
+            expert_variant(self._config, arranged, dtype, rows_per_tile, first, bias is not None, self._multiprocessors)
+        )
 
 
-def cuda_rows(lot: int) -> type[CudaRows]:
-    """Return the kernel class with tiles of `lot` rows, from CUDA_ROWS."""
-    return type("CudaRows", (CudaRows,), {"name": f"cuda.rows{lot}", "lot": lot})
+def cuda_rows(rows_per_tile: int) -> type[CudaRows]:
+    """Return the kernel class with tiles of `rows_per_tile` rows, from SKINNY_TILE_ROWS."""
+    return type("CudaRows", (CudaRows,), {"name": f"cuda.rows{rows_per_tile}", "rows_per_tile": rows_per_tile})
 
 
 def pointers_of(x: Tensor, weight: ArrangedWeight, bias: Tensor | None, y: Tensor) -> bytes:

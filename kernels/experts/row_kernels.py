@@ -442,7 +442,7 @@ def slices_of_a_chunk(row: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RowCut:
+class RowSplit:
     """Split of a GEMV over one token into small programs, many of which keep the memory busy."""
 
     rows: int
@@ -454,11 +454,11 @@ class RowCut:
     """Columns per load. Over quantized weights, a warp reads slices of a row side by side, one row after the other."""
 
 
-_PLAIN_CUTS = RowCut(4, 4, 4, 1024), RowCut(8, 4, 6, 256)
+_PLAIN_SPLITS = RowSplit(4, 4, 4, 1024), RowSplit(8, 4, 6, 256)
 """Splits of the gate/up and the down projection over dense weights."""
-_UNEVEN = RowCut(8, 8, 24, 128)
+_UNEVEN = RowSplit(8, 8, 24, 128)
 """Split of the down projection if 256 does not divide an expert's size."""
-_QUANTIZED_CUTS = {1: (RowCut(2, 1, 2), RowCut(1, 1, 8)), 4: (RowCut(4, 4, 4), RowCut(4, 4, 12))}
+_QUANTIZED_SPLITS = {1: (RowSplit(2, 1, 2), RowSplit(1, 1, 8)), 4: (RowSplit(4, 4, 4), RowSplit(4, 4, 12))}
 """Warps per program -> splits of the gate/up and the down projection.
 
 With one warp, threads exchange x by shuffles. More warps wait for each other, and have fewer registers to fill each.
@@ -474,13 +474,13 @@ class RowKernel(TritonExperts):
     sorts = False
     warps: ClassVar[int]
     """Warps per program over quantized weights."""
-    plain_cuts: ClassVar[tuple[RowCut, RowCut] | None] = None
+    plain_splits: ClassVar[tuple[RowSplit, RowSplit] | None] = None
     """Splits over dense weights. None means the default for an expert's width."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
-        first, last = _PLAIN_CUTS
-        self._plain_cuts = self.plain_cuts or (first, last if spec.config.intermediate_size % 256 == 0 else _UNEVEN)
+        first, last = _PLAIN_SPLITS
+        self._plain_splits = self.plain_splits or (first, last if spec.config.intermediate_size % 256 == 0 else _UNEVEN)
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
@@ -505,22 +505,22 @@ class RowKernel(TritonExperts):
         config, terms = self._config, 1 if first else self._config.num_slots
         how: dict[str, Any]
         if isinstance(weight, Tensor):
-            cut, kernel, columns = self._plain_cuts[not first], gate_up_rows if first else down_rows, x.shape[1]
-            block_n, block_k = cut.rows, min(cut.chunk, triton.next_power_of_2(columns))
+            split, kernel, columns = self._plain_splits[not first], gate_up_rows if first else down_rows, x.shape[1]
+            block_n, block_k = split.rows, min(split.chunk, triton.next_power_of_2(columns))
             chunks, how = triton.cdiv(columns, block_k), {"BLOCK_K": block_k}
         else:
-            cut, form = _QUANTIZED_CUTS[self.warps][not first], described(weight)
+            split, form = _QUANTIZED_SPLITS[self.warps][not first], described(weight)
             kernel, block_g = gate_up_quantized_rows if first else down_quantized_rows, slices_of_a_chunk(form.row)
-            block_n, chunks = cut.rows * (32 // block_g), triton.cdiv(form.row, _SPAN * block_g)
+            block_n, chunks = split.rows * (32 // block_g), triton.cdiv(form.row, _SPAN * block_g)
             how = {"BLOCK_G": block_g, "SPAN": _SPAN, **form_constants(form, x.dtype)}
         sizes = {"HIDDEN": routed.x.shape[1], "INNER": config.intermediate_size, "SLOTS": config.num_slots, "BLOCK_N": block_n}
         how |= {
             **sizes,
-            "DEPTH": min(cut.depth, terms * chunks),
+            "DEPTH": min(split.depth, terms * chunks),
             "BIAS": bias is not None,
             **(activation(config) if first else {}),
         }
-        launch = self._launchers.get(kernel, cut.warps, how)
+        launch = self._launchers.get(kernel, split.warps, how)
         routing = {"experts_ptr": routed.experts} if first else {"experts_ptr": routed.experts, "weights_ptr": routed.weights}
         self._launch(launch, (len(y), triton.cdiv(y.shape[1], block_n), 1), (x, weight, bias), {**routing, "y_ptr": y})
 

@@ -14,7 +14,7 @@ from headway.kernels.linear.axes import Axis, Division
 from headway.kernels.linear.forms import weight_bytes
 
 
-class ExpertsCut:
+class ExpertsShard:
     """Shard of the experts on one rank: some columns of each expert, or some experts whole.
 
     By columns if the ranks divide an expert's inner size, so every rank reads the same number of bytes whichever experts are

@@ -107,7 +107,7 @@ def whole_sizes(shape: Shape) -> tuple[int, ...]:
     return tuple(axis.whole for axis in axes_of(shape))
 
 
-def held_part(tensor: Tensor, shape: Shape) -> Tensor:
+def shard_of(tensor: Tensor, shape: Shape) -> Tensor:
     """Return the rank's shard of a complete tensor: a copy, or the tensor itself if the rank holds everything."""
     for place, axis in enumerate(axes_of(shape)):
         if not axis.is_whole:

@@ -109,30 +109,30 @@ class LinearChoice:
         kernels: Mapping[str, LinearKernel],
         refused: Mapping[str, Support] | None = None,
         gated: bool = False,
-        guests: Collection[str] = (),
+        third_party: Collection[str] = (),
         named: str | None = None,
         fixed: bool = False,
     ) -> None:
         """Prepare the choice.
 
         name: format, shape and whatever else distinguishes choices. kernels: candidates by label, in order of preference
-            without measurements. refused: reasons against the other kernels. guests: names of third parties' kernels. named: the
-            kernel that the user requested, which is used wherever it can run. fixed: True if measured times are ignored
-            (deterministic mode).
+            without measurements. refused: reasons against the other kernels. third_party: names of third parties' kernels.
+            named: the kernel that the user requested, which is used wherever it can run. fixed: True if measured times are
+            ignored (deterministic mode).
         """
         self.name = name
         self.fixed = fixed
         self.gated = gated
         self.kernels = dict(kernels)
         self.refused = dict(refused or {})
-        self.compute: Callable[[str, Tensor, Layer], Tensor] = self._alone
+        self.compute: Callable[[str, Tensor, Layer], Tensor] = self._compute_one
         """Computes a layer for x [rows, in_features] by the named kernel.
 
         If gated and the device's operations fuse it: RMSNorm (weight 1, epsilon 1e-6), both GEMMs, and SiLU of the first times
         the second.
         """
         self._layers: WeakSet[Layer] = WeakSet()
-        self.guests = frozenset(guests)
+        self.third_party = frozenset(third_party)
         """Names of third parties' kernels for the device, including refused ones."""
         self._named = named
         self.times: AxisTimes | None = None
@@ -156,22 +156,22 @@ class LinearChoice:
     @property
     def is_open(self) -> bool:
         """True if a third party's kernel is a candidate, so that the rule cannot know the fastest."""
-        return any(self.is_guest(name) for name in self.kernels)
+        return any(self.is_third_party(name) for name in self.kernels)
 
     @cached_property
     def is_invariant(self) -> bool:
         """True if one third party's kernel runs any number of rows, in deterministic mode."""
         serving = [*self.serving()]
-        return self.fixed and len(serving) == 1 and self.is_guest(serving[0])
+        return self.fixed and len(serving) == 1 and self.is_third_party(serving[0])
 
     @property
-    def hands_over(self) -> bool:
+    def fuses_more(self) -> bool:
         """True if a third party's candidate fuses more operations than the GEMM."""
-        return any(kernel.capabilities.fused for name, kernel in self.kernels.items() if self.is_guest(name))
+        return any(kernel.capabilities.fused for name, kernel in self.kernels.items() if self.is_third_party(name))
 
-    def is_guest(self, name: str) -> bool:
+    def is_third_party(self, name: str) -> bool:
         """Return whether a kernel is a third party's. name: name, optionally with the variant."""
-        return name.partition(" ")[0] in self.guests
+        return name.partition(" ")[0] in self.third_party
 
     def is_named(self, name: str) -> bool:
         """Return whether a kernel is the requested one. name: name, optionally with the variant."""
@@ -196,7 +196,7 @@ class LinearChoice:
         measured = None if self.times is None else self.times.fastest(rows, able, coarser)
         if measured is not None:
             return measured
-        own = [name for name in able if not self.is_guest(name)]
+        own = [name for name in able if not self.is_third_party(name)]
         return rule(1 << max(rows - 1, 0).bit_length(), own or able)
 
     def kernel_of(self, bucket: int) -> LinearKernel:
@@ -206,7 +206,7 @@ class LinearChoice:
             found = self._chosen[bucket] = self.kernels[self.kernel_for(1 << bucket)]
         return found
 
-    def obey(self, times: AxisTimes) -> None:
+    def use_times(self, times: AxisTimes) -> None:
         """Use measured times to select kernels from now on. Call this before any graph is captured."""
         self.times = times
         self._rebind()
@@ -235,7 +235,7 @@ class LinearChoice:
         """Describe the kernel for each range of rows, and the origin of the choice."""
         return ROWS.describe(self.changes(), self.source)
 
-    def _alone(self, name: str, x: Tensor, layer: Layer) -> Tensor:
+    def _compute_one(self, name: str, x: Tensor, layer: Layer) -> Tensor:
         """Compute a layer by one kernel, without fused operations."""
         found: Tensor = layer.bound_to(self.kernels[name])(x)
         return found
@@ -270,15 +270,15 @@ class LinearKernels:
         names: Sequence[str],
         load: Callable[[str], type[LinearKernel]],
         supports: Callable[[str, LinearSpec], Support],
-        guests: Collection[str] = (),
+        third_party: Collection[str] = (),
         named: str | None = None,
         invariant: bool = False,
     ) -> None:
         """Prepare the kernels.
 
         names: names in the order of registration. load: imports a kernel's class. supports: returns whether a kernel supports
-            a layer. guests: names of third parties' kernels. named: the requested kernel; None means auto. invariant: use third
-            parties' kernels only if they are batch-invariant (deterministic mode).
+            a layer. third_party: names of third parties' kernels. named: the requested kernel; None means auto. invariant: use
+            third parties' kernels only if they are batch-invariant (deterministic mode).
         """
         self._invariant = invariant
         self.device = device
@@ -286,7 +286,7 @@ class LinearKernels:
         self._names = names
         self._load = load
         self._supports = supports
-        self._guests = frozenset(guests)
+        self._guests = frozenset(third_party)
         self._choices: dict[LinearSpec, LinearChoice] = {}
         self._read: dict[LinearSpec, bool] = {}
         """Whether a kernel reads the quantized weight of a kind of layer."""

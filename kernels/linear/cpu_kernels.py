@@ -18,7 +18,15 @@ from headway.kernels.linear.choice import EXPANDED, INT4PACK, NATIVE, ONEDNN, TO
 from headway.kernels.linear.forms import GgufWeight
 from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.linear.linear import Linear
-from headway.kernels.runtime.native.library import TYPES, Panels, coded_panels, dense_panels, functions, multiply, native_support
+from headway.kernels.runtime.native.library import (
+    TYPES,
+    PackedWeight,
+    functions,
+    multiply,
+    native_support,
+    pack_dense,
+    pack_quantized,
+)
 
 SMALL = 2**17
 """Maximum elements of a weight for which torch.mm was no slower than a packed weight when measured, at 1 to 256 rows."""
@@ -54,14 +62,14 @@ class Native(FusedKernel):
             support &= Support.no("in_features", "an even number in bfloat16", spec.in_features)
         return support
 
-    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Panels:
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> PackedWeight:
         """Return the weight in packed blocks of 16 rows, with the bias."""
         blocks: Any = weight
-        found = coded_panels(blocks.coded(), bias) if isinstance(blocks, GgufWeight) else dense_panels(blocks, bias)
+        found = pack_quantized(blocks.coded(), bias) if isinstance(blocks, GgufWeight) else pack_dense(blocks, bias)
         assert found is not None
         return found
 
-    def compute(self, x: Tensor, weight: Panels, out: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
         """Multiply x by the weight and add the bias."""
         return multiply(weight, x, out)
 

@@ -37,17 +37,17 @@ from headway.kernels.linear.cuda_variant import (
     MOST_SHARED_ROWS,
     PART_ROWS,
     SLICE_BYTES,
-    CudaCut,
-    CudaCutRule,
+    CudaTiling,
+    CudaTilingRule,
     CudaVariant,
     Float8Variant,
-    few_rows_cut,
+    few_rows_tiling,
     fitted,
-    float8_cut,
-    float8_cut_narrow,
+    float8_tiling,
+    float8_tiling_narrow,
     most_rows_of,
-    shared_rows_cut,
-    shared_rows_cut_narrow,
+    shared_rows_tiling,
+    shared_rows_tiling_narrow,
 )
 from headway.kernels.linear.forms import Operand, WeightBytes, sample_of, weight_bytes
 from headway.kernels.linear.fused_kernel import FusedKernel
@@ -96,7 +96,7 @@ class FewRowsLauncher:
         self._kernel: CompiledKernel = load(variant.source, variant.name, device, architecture(device))
         self._kernel.allow_shared(variant.shared_bytes)
         tiles = -(-variant.out_features // variant.tile_rows)
-        blocks = min(tiles, multiprocessors * variant.cut.per_multiprocessor)
+        blocks = min(tiles, multiprocessors * variant.tiling.per_multiprocessor)
         zero = numpy.float32(0)
         self._arguments = Arguments(bytes(POINTERS.size), zero, zero, numpy.int32(0), numpy.int32(tiles))
         early = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -114,15 +114,15 @@ class ClusterLauncher:
 
     def __init__(self, variant: CudaVariant, device: torch.device, arranging: str, sharing: int = 1) -> None:
         """Load both kernels. arranging: name of the kernel that converts x. sharing: its thread blocks per row."""
-        specific, cut = architecture(device, specific=True), variant.cut
+        specific, tiling = architecture(device, specific=True), variant.tiling
         self._kernel: CompiledKernel = load(variant.source, variant.name, device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
         self._arrange: CompiledKernel = load(variant.source, arranging, device, specific)
         self._variant = variant
         self._device = device
-        tiles, cluster, shared = -(-variant.out_features // variant.tile_rows), (1, cut.splits, 1), variant.shared_bytes
+        tiles, cluster, shared = -(-variant.out_features // variant.tile_rows), (1, tiling.splits, 1), variant.shared_bytes
         launch = partial(Launch, threads=variant.threads, shared_bytes=shared, overlaps=True, cluster=cluster)
-        self._launch = cache(lambda blocks: launch((tiles * blocks, cut.splits, 1)))
+        self._launch = cache(lambda blocks: launch((tiles * blocks, tiling.splits, 1)))
         self._arrange_launch = cache(lambda rows: Launch((rows, sharing, 1), _ARRANGING, overlaps=True))
 
     def _padded(self, rows: int) -> int:
@@ -281,23 +281,23 @@ class CudaKernel(FusedKernel):
     """
 
     arrangement = "cuda"
-    cuts: ClassVar[Mapping[str, CudaCutRule]]
+    tilings: ClassVar[Mapping[str, CudaTilingRule]]
     """Tiling rules by variant."""
     compiled: ClassVar[type[CudaVariant]] = CudaVariant
     """Class that describes what a kernel is compiled for."""
 
-    def __init__(self, spec: LinearSpec, variant: str = "", cut: CudaCutRule | None = None) -> None:
+    def __init__(self, spec: LinearSpec, variant: str = "", tiling: CudaTilingRule | None = None) -> None:
         """Prepare the kernel. cut: a tiling rule that replaces the variant's."""
         super().__init__(spec, variant)
-        rule, device = cut or self.cuts[variant], spec.device
+        rule, device = tiling or self.tilings[variant], spec.device
         self._device = device
         room = shared_memory(device)
 
-        def cut_of(weight: WeightBytes, rows: int, out_features: int, gated: bool) -> CudaCut:
+        def tiling_of(weight: WeightBytes, rows: int, out_features: int, gated: bool) -> CudaTiling:
             found = rule(weight, rows, out_features, gated, self.multiprocessors)
             return found if found.splits else fitted(found, weight, most_rows_of(rows), room)
 
-        self._cut = cache(cut_of)  # cached, because every launch asks for it
+        self._tiling = cache(tiling_of)  # cached, because every launch asks for it
         self._launcher_of = cache(self._launcher)
         self._in_order = InOrder()
         self._rotation = RotationArguments(device)
@@ -320,8 +320,8 @@ class CudaKernel(FusedKernel):
 
     def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
         """Return whether the kernel also applies RoPE to the heads."""
-        cut = self._cut(weight.weight.described, rows, weight.out_features, False)
-        return not cut.splits and heads.head_dim % PART_ROWS == 0
+        tiling = self._tiling(weight.weight.described, rows, weight.out_features, False)
+        return not tiling.splits and heads.head_dim % PART_ROWS == 0
 
     def compute(
         self,
@@ -340,14 +340,14 @@ class CudaKernel(FusedKernel):
         read: ArrangedWeight = weight.weight
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
         heads = None if rotated is None else rotated[0]
-        cut = self._cut(read.described, rows, out_features, gated)
+        tiling = self._tiling(read.described, rows, out_features, gated)
         variant = self.compiled(
             dtype=x.dtype,
             weight=read.described,
             scale_dtype=read.scales.dtype,
             wide=read.wide,
-            cut=cut,
-            most_rows=max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
+            tiling=tiling,
+            most_rows=max(most_rows_of(rows), 8) if tiling.splits else most_rows_of(rows),
             in_features=in_features,
             out_features=out_features,
             norm=None if norm is None else norm.weight.dtype,
@@ -368,7 +368,7 @@ class CudaKernel(FusedKernel):
         return y
 
     def _launcher(self, variant: CudaVariant) -> Callable[[ProductOperands], None]:
-        if variant.cut.splits:
+        if variant.tiling.splits:
             return SharedRowsLauncher(variant, self._device)
         return FewRowsLauncher(variant, self._device, self.multiprocessors)
 
@@ -390,7 +390,7 @@ class FewRowsKernel(CudaKernel):
 
     name = FEW
     capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_FEW_ROWS, fused=frozenset(FUSED))
-    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": few_rows_cut}
+    tilings: ClassVar[Mapping[str, CudaTilingRule]] = {"": few_rows_tiling}
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
@@ -405,7 +405,7 @@ class SharedRowsKernel(CudaKernel):
     name = SHARED
     capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_SHARED_ROWS, fused=frozenset(FUSED))
     variants = ("narrow",)
-    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": shared_rows_cut, "narrow": shared_rows_cut_narrow}
+    tilings: ClassVar[Mapping[str, CudaTilingRule]] = {"": shared_rows_tiling, "narrow": shared_rows_tiling_narrow}
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
@@ -439,7 +439,7 @@ class W8A8Kernel(CudaKernel):
     capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, max_rows=MOST_FLOAT8_ROWS, fused=frozenset(FUSED))
     rounds_input = True
     variants = ("narrow",)
-    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": float8_cut, "narrow": float8_cut_narrow}
+    tilings: ClassVar[Mapping[str, CudaTilingRule]] = {"": float8_tiling, "narrow": float8_tiling_narrow}
     compiled = Float8Variant
 
     @classmethod

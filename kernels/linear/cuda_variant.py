@@ -25,7 +25,7 @@ next launch.
 
 
 @dataclass(frozen=True, slots=True)
-class CudaCut:
+class CudaTiling:
     """Tiling of one GEMM; see the kernels' constants."""
 
     tiles: int
@@ -42,14 +42,16 @@ class CudaCut:
     """True if there are enough SMs for one thread block each: every thread block then takes ALONE_BYTES."""
 
 
-CudaCutRule = Callable[[WeightBytes, int, int, bool, int], CudaCut]
+CudaTilingRule = Callable[[WeightBytes, int, int, bool, int], CudaTiling]
 """(weight, rows, out_features, gated, number of SMs) -> tiling"""
 
 
-def few_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+def few_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
     """Return the tiling of a GEMV of up to 16 rows, whose warps split K. Small tiles balance the load of the SMs."""
     parts, most = out_features // PART_ROWS, most_rows_of(rows)
-    kept = next((cut for cut in _kept_cuts(weight, most, gated) if few_rows_bytes(weight, most, cut) <= _MOST_BYTES), None)
+    kept = next(
+        (tiling for tiling in _kept_tilings(weight, most, gated) if few_rows_bytes(weight, most, tiling) <= _MOST_BYTES), None
+    )
     if kept is not None:
         return kept
     wide = not gated and -(-parts // 4) / multiprocessors > _FULL
@@ -57,10 +59,10 @@ def few_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool,
     if most == 1:
         alone = tiles == 2 and not gated and _busiest(parts, 1, multiprocessors) < _busiest(parts, 2, multiprocessors)
         # An H100 takes 6.0 us for 5120 x 2048 in FP8 with single tiles and three stages, and 6.9 us with pairs.
-        return CudaCut(1, 16, 7, kept=True) if alone else CudaCut(tiles, 16, 4)
+        return CudaTiling(1, 16, 7, kept=True) if alone else CudaTiling(tiles, 16, 4)
     if wide and -(-parts // 4) <= multiprocessors:
-        return CudaCut(4, 4, 4)
-    return CudaCut(tiles, 8, 5 if most == 8 else 3 if weight.half else 4)
+        return CudaTiling(4, 4, 4)
+    return CudaTiling(tiles, 8, 5 if most == 8 else 3 if weight.half else 4)
 
 
 def _busiest(parts: int, tiles: int, multiprocessors: int) -> int:
@@ -68,7 +70,7 @@ def _busiest(parts: int, tiles: int, multiprocessors: int) -> int:
     return -(-parts // tiles // multiprocessors) * tiles
 
 
-def _kept_cuts(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaCut, ...]:
+def _kept_tilings(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaTiling, ...]:
     """Return tilings that keep x in shared memory, fastest first. H100, 28672 x 4096 in 4 bits, 16 rows: 29.0 us, ring 32.6
     us.
     """
@@ -76,71 +78,71 @@ def _kept_cuts(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaCut, ..
         return ()
     tiles = 2 if gated or (weight.half and most == 8) else 1
     if most == 8:
-        return (CudaCut(tiles, 8, 5 if tiles == 2 else 6, kept=True),)
-    return (CudaCut(2, 8, 3, kept=True),) if gated else (CudaCut(1, 16, 3, kept=True), CudaCut(1, 8, 4, kept=True))
+        return (CudaTiling(tiles, 8, 5 if tiles == 2 else 6, kept=True),)
+    return (CudaTiling(2, 8, 3, kept=True),) if gated else (CudaTiling(1, 16, 3, kept=True), CudaTiling(1, 8, 4, kept=True))
 
 
-def few_rows_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
+def few_rows_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
     """Return the shared memory of few_rows.cu in bytes: header, warps, and sums of squares. scale_bytes: see warps_bytes."""
-    return _HEADER_BYTES + warps_bytes(weight, most_rows, cut, scale_bytes) + cut.warps * most_rows * 4
+    return _HEADER_BYTES + warps_bytes(weight, most_rows, tiling, scale_bytes) + tiling.warps * most_rows * 4
 
 
-def warps_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
+def warps_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
     """Return the shared memory of warp_step.cuh in bytes: rings, x if kept, and sums. scale_bytes: bytes per scale, at most 4."""
-    rows, halves, groups = PART_ROWS * cut.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
+    rows, halves, groups = PART_ROWS * tiling.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
     if weight.scale_rows > 1:
-        scales = -(-cut.tiles * 4 // 16) * 16
+        scales = -(-tiling.tiles * 4 // 16) * 16
     else:
         scales = 0 if weight.scale_span >= weight.row else groups * rows * scale_bytes
     codes = rows * SLICE_BYTES + scales + (groups * rows if weight.zeros else 0)
-    slices = -(-weight.row // SLICE_BYTES // cut.warps) if cut.kept else cut.stages
+    slices = -(-weight.row // SLICE_BYTES // tiling.warps) if tiling.kept else tiling.stages
     inputs = slices * halves * most_rows * 128
-    return cut.warps * (cut.stages * codes + inputs + 2 * most_rows * (rows + 4) * 4)
+    return tiling.warps * (tiling.stages * codes + inputs + 2 * most_rows * (rows + 4) * 4)
 
 
-def fitted(cut: CudaCut, weight: WeightBytes, most_rows: int, room: int) -> CudaCut:
+def fitted(tiling: CudaTiling, weight: WeightBytes, most_rows: int, room: int) -> CudaTiling:
     """Return a tiling of few_rows.cu that fits a thread block's shared memory, which is smaller on GPUs other than Hopper.
 
     room: bytes. First x is not kept, then rings become shorter, then fewer warps split a sum.
     """
-    while few_rows_bytes(weight, most_rows, cut) > room and (cut.kept or cut.stages > 2 or cut.warps > 2):
-        if cut.kept:
-            cut = replace(cut, kept=False)
-        elif cut.stages > 2:
-            cut = replace(cut, stages=cut.stages - 1)
+    while few_rows_bytes(weight, most_rows, tiling) > room and (tiling.kept or tiling.stages > 2 or tiling.warps > 2):
+        if tiling.kept:
+            tiling = replace(tiling, kept=False)
+        elif tiling.stages > 2:
+            tiling = replace(tiling, stages=tiling.stages - 1)
         else:
-            cut = replace(cut, warps=cut.warps // 2)
-    return cut
+            tiling = replace(tiling, warps=tiling.warps // 2)
+    return tiling
 
 
-def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+def shared_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
     """Return the tiling of a split-K GEMM, which splits K if there are fewer thread blocks than SMs."""
     tiles = 2 if rows > _MANY else 1
-    return _shared_cut(weight, rows, out_features, gated, CudaCut(tiles, 8, 0), multiprocessors, multiprocessors)
+    return _shared_tiling(weight, rows, out_features, gated, CudaTiling(tiles, 8, 0), multiprocessors, multiprocessors)
 
 
-def shared_rows_cut_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+def shared_rows_tiling_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
     """Return a tiling with smaller thread blocks, which is faster for some shapes even if the default fills the SMs."""
     most = 2 * multiprocessors if rows <= 32 else multiprocessors
-    return _shared_cut(weight, rows, out_features, gated, CudaCut(1, 8 if rows > _MANY else 4, 0), most, multiprocessors)
+    return _shared_tiling(weight, rows, out_features, gated, CudaTiling(1, 8 if rows > _MANY else 4, 0), most, multiprocessors)
 
 
-def _shared_cut(
-    weight: WeightBytes, rows: int, out_features: int, gated: bool, cut: CudaCut, most_blocks: int, multiprocessors: int
-) -> CudaCut:
+def _shared_tiling(
+    weight: WeightBytes, rows: int, out_features: int, gated: bool, tiling: CudaTiling, most_blocks: int, multiprocessors: int
+) -> CudaTiling:
     """Complete a tiling with stages and splits. most_blocks: maximum number of thread blocks with split-K."""
     most = max(most_rows_of(rows), 8)
     steps = weight.row // SLICE_BYTES * (2 if weight.half else 1) // 2
-    cut = replace(_split(cut, rows, out_features, gated, steps, most_blocks, multiprocessors), stages=6)
-    step = 2 * most * 128 + cut.warps * cut.tiles * 1024 * (1 if weight.half else 2) * 17 // 16
-    return _with_room(cut, step, 2 * SHARED_BYTES if cut.alone or not two_fit(cut, most) else SHARED_BYTES)
+    tiling = replace(_split(tiling, rows, out_features, gated, steps, most_blocks, multiprocessors), stages=6)
+    step = 2 * most * 128 + tiling.warps * tiling.tiles * 1024 * (1 if weight.half else 2) * 17 // 16
+    return _with_room(tiling, step, 2 * SHARED_BYTES if tiling.alone or not two_fit(tiling, most) else SHARED_BYTES)
 
 
 def _split(
-    cut: CudaCut, rows: int, out_features: int, gated: bool, steps: int, most_blocks: int, multiprocessors: int
-) -> CudaCut:
+    tiling: CudaTiling, rows: int, out_features: int, gated: bool, steps: int, most_blocks: int, multiprocessors: int
+) -> CudaTiling:
     """Add split-K; with the smallest tiles if the given ones would leave SMs idle."""
-    for tried in (cut, replace(cut, tiles=1, warps=4)):
+    for tried in (tiling, replace(tiling, tiles=1, warps=4)):
         blocks = _blocks(tried, rows, out_features, gated)
         splits = _splits(blocks, steps, most_blocks, multiprocessors)
         if blocks * splits >= _WORKING * multiprocessors:
@@ -148,10 +150,10 @@ def _split(
     return replace(tried, splits=splits, alone=True)
 
 
-def _blocks(cut: CudaCut, rows: int, out_features: int, gated: bool) -> int:
+def _blocks(tiling: CudaTiling, rows: int, out_features: int, gated: bool) -> int:
     """Return the number of thread blocks before split-K."""
     row_blocks = -(-(1 << (rows - 1).bit_length()) // max(most_rows_of(rows), 8))
-    return -(-out_features // (cut.warps * cut.tiles * PART_ROWS // (2 if gated else 1))) * row_blocks
+    return -(-out_features // (tiling.warps * tiling.tiles * PART_ROWS // (2 if gated else 1))) * row_blocks
 
 
 def _splits(blocks: int, steps: int, most_blocks: int, multiprocessors: int) -> int:
@@ -174,49 +176,49 @@ def _clusters(size: int, multiprocessors: int) -> int:
     return multiprocessors // 2 if size == 2 else (multiprocessors - 2 * _GROUPS) // size
 
 
-def _with_room(cut: CudaCut, step: int, room: int) -> CudaCut:
+def _with_room(tiling: CudaTiling, step: int, room: int) -> CudaTiling:
     """Limit the stages of a tiling to the available shared memory. step: bytes per stage. room: bytes."""
-    return replace(cut, stages=max(2, min((room - 2048) // step, cut.stages)))
+    return replace(tiling, stages=max(2, min((room - 2048) // step, tiling.stages)))
 
 
-def two_fit(cut: CudaCut, most_rows: int) -> bool:
+def two_fit(tiling: CudaTiling, most_rows: int) -> bool:
     """Return whether two thread blocks of shared_rows.cu fit an SM's registers."""
-    return cut.warps <= 8 and cut.tiles * most_rows <= _MANY
+    return tiling.warps <= 8 and tiling.tiles * most_rows <= _MANY
 
 
-def float8_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+def float8_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
     """Return the tiling of w8a8.cu: thread blocks of 128 weight rows, or of 256 if copies of x would take many bytes."""
     tiles = 2 if rows > _FEW else 1
-    return _float8_cut(weight, rows, out_features, gated, CudaCut(tiles, 8, 12), multiprocessors, multiprocessors)
+    return _float8_tiling(weight, rows, out_features, gated, CudaTiling(tiles, 8, 12), multiprocessors, multiprocessors)
 
 
-def float8_cut_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+def float8_tiling_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
     """Return the tiling of w8a8.cu with smaller thread blocks."""
     most = 2 * multiprocessors if rows <= _FEW else multiprocessors
-    return _float8_cut(weight, rows, out_features, gated, CudaCut(1, 8 if rows > _FEW else 4, 12), most, multiprocessors)
+    return _float8_tiling(weight, rows, out_features, gated, CudaTiling(1, 8 if rows > _FEW else 4, 12), most, multiprocessors)
 
 
-def _float8_cut(
-    weight: WeightBytes, rows: int, out_features: int, gated: bool, cut: CudaCut, most_blocks: int, multiprocessors: int
-) -> CudaCut:
-    """Complete a tiling of w8a8.cu with stages and splits, like _shared_cut.
+def _float8_tiling(
+    weight: WeightBytes, rows: int, out_features: int, gated: bool, tiling: CudaTiling, most_blocks: int, multiprocessors: int
+) -> CudaTiling:
+    """Complete a tiling of w8a8.cu with stages and splits, like _shared_tiling.
 
     A ring of sufficient depth leaves shared memory for a thread block of the next launch, which can then load its first weights.
     """
     most, columns = max(most_rows_of(rows), 8), 2 * SLICE_BYTES
-    cut = _split(cut, rows, out_features, gated, weight.row // columns, most_blocks, multiprocessors)
-    step = (cut.warps * cut.tiles * PART_ROWS + most) * columns + 4 * most
-    one = cut.alone or not float8_two_fit(cut, most, weight.scale_span >= weight.row)
-    return _with_room(cut, step, 2 * SHARED_BYTES if one and _DEEP * step > SHARED_BYTES else SHARED_BYTES)
+    tiling = _split(tiling, rows, out_features, gated, weight.row // columns, most_blocks, multiprocessors)
+    step = (tiling.warps * tiling.tiles * PART_ROWS + most) * columns + 4 * most
+    one = tiling.alone or not float8_two_fit(tiling, most, weight.scale_span >= weight.row)
+    return _with_room(tiling, step, 2 * SHARED_BYTES if one and _DEEP * step > SHARED_BYTES else SHARED_BYTES)
 
 
-def float8_two_fit(cut: CudaCut, most_rows: int, by_row: bool) -> bool:
+def float8_two_fit(tiling: CudaTiling, most_rows: int, by_row: bool) -> bool:
     """Return whether two thread blocks of w8a8.cu fit an SM's registers.
 
     An SM has four partitions, among which the warps of both are distributed. by_row: rows of x and the weight have one scale.
     """
-    sums = (1 if cut.tiles * most_rows > 2 * _MANY else cut.tiles) + cut.tiles
-    warps = -(-2 * (cut.warps + 1) // 4)
+    sums = (1 if tiling.tiles * most_rows > 2 * _MANY else tiling.tiles) + tiling.tiles
+    warps = -(-2 * (tiling.warps + 1) // 4)
     return sums * most_rows // 2 + (_BESIDE_ROWS if by_row else _BESIDE_BLOCKS) <= _REGISTERS // (32 * warps) // 8 * 8
 
 
@@ -270,7 +272,7 @@ class CudaVariant:
     weight: WeightBytes
     scale_dtype: torch.dtype
     wide: bool
-    cut: CudaCut
+    tiling: CudaTiling
     most_rows: int
     in_features: int
     out_features: int
@@ -286,7 +288,7 @@ class CudaVariant:
     @property
     def constants(self) -> dict[str, str | int]:
         """Macros of the CUDA sources."""
-        weight, cut = self.weight, self.cut
+        weight, tiling = self.weight, self.tiling
         num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
         return {
             "WEIGHT": KINDS[weight.kind],
@@ -301,11 +303,11 @@ class CudaVariant:
             "SCALE_FLOAT16": int(self.scale_dtype == torch.float16),
             "ZEROS": int(weight.zeros),
             "WIDE": int(self.wide),
-            "TILES": cut.tiles,
-            "WARPS": cut.warps,
-            "STAGES": cut.stages,
-            "SPLITS": cut.splits,
-            "KEPT": int(cut.kept),
+            "TILES": tiling.tiles,
+            "WARPS": tiling.warps,
+            "STAGES": tiling.stages,
+            "SPLITS": tiling.splits,
+            "KEPT": int(tiling.kept),
             "RESIDENT": 2 if self.two_fit and self.needed_bytes <= SHARED_BYTES else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
@@ -324,7 +326,7 @@ class CudaVariant:
     @property
     def name(self) -> str:
         """Name of the kernel and of its file."""
-        return "shared_rows" if self.cut.splits else "few_rows"
+        return "shared_rows" if self.tiling.splits else "few_rows"
 
     @property
     def source(self) -> Variant:
@@ -339,22 +341,22 @@ class CudaVariant:
     @property
     def tile_rows(self) -> int:
         """Columns of y per tile."""
-        along = self.cut.warps if self.cut.splits else 1
-        return PART_ROWS * self.cut.tiles * along // (2 if self.gated else 1)
+        along = self.tiling.warps if self.tiling.splits else 1
+        return PART_ROWS * self.tiling.tiles * along // (2 if self.gated else 1)
 
     @property
     def two_fit(self) -> bool:
         """True if two thread blocks fit an SM's registers."""
-        return two_fit(self.cut, self.most_rows) if self.cut.splits else self.most_rows <= MOST_FEW_ROWS
+        return two_fit(self.tiling, self.most_rows) if self.tiling.splits else self.most_rows <= MOST_FEW_ROWS
 
     @property
     def threads(self) -> int:
         """Threads per block: warps that multiply, and warps that copy; see the kernels' THREADS."""
-        if self.cut.splits:
-            beside = 4 if self.cut.tiles * self.most_rows > _FULL_SUMS else 1  # four warps give their registers away
+        if self.tiling.splits:
+            beside = 4 if self.tiling.tiles * self.most_rows > _FULL_SUMS else 1  # four warps give their registers away
         else:
             beside = 1 if self.most_rows == 1 else 4
-        return 32 * (self.cut.warps + beside)
+        return 32 * (self.tiling.warps + beside)
 
     @property
     def _copied_scales(self) -> int:
@@ -367,16 +369,16 @@ class CudaVariant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory per launch, in bytes."""
-        return max(self.needed_bytes, ALONE_BYTES) if self.cut.alone else self.needed_bytes
+        return max(self.needed_bytes, ALONE_BYTES) if self.tiling.alone else self.needed_bytes
 
     @property
     def needed_bytes(self) -> int:
         """Dynamic shared memory that the kernels use, in bytes."""
-        cut, slices, rows = self.cut, 1 if self.weight.half else 2, PART_ROWS * self.cut.tiles
-        if not cut.splits:
-            return few_rows_bytes(self.weight, self.most_rows, cut, self.scale_dtype.itemsize)
-        step = 2 * self.most_rows * 128 + slices * cut.warps * cut.tiles * (1024 + self._copied_scales)
-        return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
+        tiling, slices, rows = self.tiling, 1 if self.weight.half else 2, PART_ROWS * self.tiling.tiles
+        if not tiling.splits:
+            return few_rows_bytes(self.weight, self.most_rows, tiling, self.scale_dtype.itemsize)
+        step = 2 * self.most_rows * 128 + slices * tiling.warps * tiling.tiles * (1024 + self._copied_scales)
+        return max(tiling.stages * -(-step // 1024) * 1024, self.most_rows * (tiling.warps * rows + 4) * 4) + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,11 +398,11 @@ class Float8Variant(CudaVariant):
     @property
     def two_fit(self) -> bool:
         """True if two thread blocks fit an SM's registers."""
-        return float8_two_fit(self.cut, self.most_rows, self.by_row)
+        return float8_two_fit(self.tiling, self.most_rows, self.by_row)
 
     @property
     def needed_bytes(self) -> int:
         """Dynamic shared memory that the kernel uses, in bytes."""
-        rows, most = PART_ROWS * self.cut.tiles * self.cut.warps, self.most_rows
+        rows, most = PART_ROWS * self.tiling.tiles * self.tiling.warps, self.most_rows
         step = (rows + most) * FLOAT8_COLUMNS + (0 if self.by_row else 4 * most)
-        return max(self.cut.stages * step, most * (rows + 4) * 4) + 1024
+        return max(self.tiling.stages * step, most * (rows + 4) * 4) + 1024

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.core.contract.linear import LinearSpec
 from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
-from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, Coded
+from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, QuantizedValues
 
 _GROUP = 32
 _SUPER = 256
@@ -32,7 +32,7 @@ class BlockType:
     """Columns per block."""
     num_bytes: int
     """Bytes per block."""
-    decode: Callable[[Tensor], Coded]
+    decode: Callable[[Tensor], QuantizedValues]
     """Decodes blocks uint8 [rows, blocks, num_bytes] to quantized values and scales."""
 
 
@@ -70,7 +70,7 @@ class GgufWeight(QuantizedWeight):
         """Blocks of each run of rows."""
         return self.blocks
 
-    def coded(self) -> list[Coded]:
+    def coded(self) -> list[QuantizedValues]:
         """Return the quantized values and scales of each run of rows."""
         return [BLOCK_TYPES[name].decode(blocks) for name, blocks in zip(self.types, self.blocks, strict=True)]
 
@@ -109,7 +109,7 @@ class GgufWeight(QuantizedWeight):
         return GgufWeight.of_parts([part for each in parts for part in zip(each.types, each.blocks, strict=True)])
 
 
-def _expanded(coded: Coded) -> Tensor:
+def _expanded(coded: QuantizedValues) -> Tensor:
     codes = (coded.codes if coded.table is None else coded.table[coded.codes.long()]).float()
     numbers = [scales.float() for scales in coded.scales]
     if coded.supers:
@@ -144,29 +144,29 @@ def _table(values: tuple[int, ...] | range) -> Tensor:
     return torch.tensor(tuple(values), dtype=torch.int8)
 
 
-def _q4_0(blocks: Tensor) -> Coded:
-    return Coded(
+def _q4_0(blocks: Tensor) -> QuantizedValues:
+    return QuantizedValues(
         _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(range(-8, 8)), SCALE_D, _GROUP, (_half(blocks, 0),)
     )
 
 
-def _q4_1(blocks: Tensor) -> Coded:
+def _q4_1(blocks: Tensor) -> QuantizedValues:
     scales = _half(blocks, 0), _half(blocks, 2)
-    return Coded(_nibbles(blocks[..., 4:]).flatten(1).view(torch.int8), _table(range(16)), SCALE_DM, _GROUP, scales)
+    return QuantizedValues(_nibbles(blocks[..., 4:]).flatten(1).view(torch.int8), _table(range(16)), SCALE_DM, _GROUP, scales)
 
 
-def _q5_0(blocks: Tensor) -> Coded:
+def _q5_0(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return Coded(codes.flatten(1).view(torch.int8) - 16, None, SCALE_D, _GROUP, (_half(blocks, 0),))
+    return QuantizedValues(codes.flatten(1).view(torch.int8) - 16, None, SCALE_D, _GROUP, (_half(blocks, 0),))
 
 
-def _q5_1(blocks: Tensor) -> Coded:
+def _q5_1(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return Coded(codes.flatten(1).view(torch.int8), None, SCALE_DM, _GROUP, (_half(blocks, 0), _half(blocks, 2)))
+    return QuantizedValues(codes.flatten(1).view(torch.int8), None, SCALE_DM, _GROUP, (_half(blocks, 0), _half(blocks, 2)))
 
 
-def _q8_0(blocks: Tensor) -> Coded:
-    return Coded(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), None, SCALE_D, _GROUP, (_half(blocks, 0),))
+def _q8_0(blocks: Tensor) -> QuantizedValues:
+    return QuantizedValues(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), None, SCALE_D, _GROUP, (_half(blocks, 0),))
 
 
 def _six_bits(octets: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,38 +177,40 @@ def _six_bits(octets: Tensor) -> tuple[Tensor, Tensor]:
     return scales.flatten(1), mins.flatten(1)
 
 
-def _q4_k(blocks: Tensor) -> Coded:
+def _q4_k(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(_parts(blocks[..., 16:], 4, 32)).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
-    return Coded(codes, _table(range(16)), SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
+    return QuantizedValues(codes, _table(range(16)), SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
 
 
-def _q5_k(blocks: Tensor) -> Coded:
+def _q5_k(blocks: Tensor) -> QuantizedValues:
     low = _parts(_nibbles(_parts(blocks[..., 48:], 4, 32)), 2, 32)
     high = blocks[..., 16:48][..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     codes = (low | high.reshape((*high.shape[:-2], 4, 2, 32)) << 4).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
-    return Coded(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
+    return QuantizedValues(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
 
 
-def _q6_k(blocks: Tensor) -> Coded:
+def _q6_k(blocks: Tensor) -> QuantizedValues:
     low = _nibbles(_parts(blocks[..., :128], 2, 64))
     high = _parts(blocks[..., 128:192], 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     codes = (low | high.flatten(-2) << 4).flatten(1).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return Coded(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER)
+    return QuantizedValues(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER)
 
 
-def _iq4_nl(blocks: Tensor) -> Coded:
-    return Coded(_nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(_IQ4), SCALE_D, _GROUP, (_half(blocks, 0),))
+def _iq4_nl(blocks: Tensor) -> QuantizedValues:
+    return QuantizedValues(
+        _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(_IQ4), SCALE_D, _GROUP, (_half(blocks, 0),)
+    )
 
 
-def _iq4_xs(blocks: Tensor) -> Coded:
+def _iq4_xs(blocks: Tensor) -> QuantizedValues:
     high = blocks[..., 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1)
     scales = (low.flatten(-2) | high.flatten(-2) << 4).flatten(1).view(torch.int8) - 32
     codes = _nibbles(_parts(blocks[..., 8:], 8, 16)).flatten(1).view(torch.int8)
-    return Coded(codes, _table(_IQ4), SCALE_SUPER, _GROUP, (scales,), (_half(blocks, 0),), _SUPER)
+    return QuantizedValues(codes, _table(_IQ4), SCALE_SUPER, _GROUP, (scales,), (_half(blocks, 0),), _SUPER)
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {

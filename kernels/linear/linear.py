@@ -24,7 +24,7 @@ from headway.kernels.linear.choice import (
     LinearKernels,
     builtin_kernels,
 )
-from headway.kernels.runtime.native.library import Panels, multiply
+from headway.kernels.runtime.native.library import PackedWeight, multiply
 
 Compute = Callable[..., Tensor]
 """A layer bound to a kernel: x [rows, in_features] -> [rows, out_features], including the bias; written to `out` if given."""
@@ -147,7 +147,7 @@ class Linear:
         """Weights in kernels' layouts, by the name of the layout."""
         self.expanded_bytes = 0
         """Bytes of a dequantized weight. 0 means that the weight was not dequantized."""
-        self.panels: Panels | None = None
+        self.packed: PackedWeight | None = None
         """Weight in packed blocks for our C library on a CPU. None if other kernels multiply it."""
         self.held_bytes = weight.nbytes
         """Bytes that a GEMM reads: a quantized weight with its scales, or the dequantized weight."""
@@ -202,9 +202,9 @@ class Linear:
         if kernel.name != TORCH:
             self._transposed = None
             read = self.prepared[kernel.name]
-            self.weight = read.data if isinstance(read, Panels) else read[0]
-            if isinstance(read, Panels):
-                self.panels = read
+            self.weight = read.data if isinstance(read, PackedWeight) else read[0]
+            if isinstance(read, PackedWeight):
+                self.packed = read
                 self.held_bytes = read.nbytes
         self.reads_quantized = quantized and kernel.name in (NATIVE, INT4PACK)
 
@@ -225,7 +225,12 @@ class Linear:
         choice = self.choice
         assert choice is not None
         serving = [*choice.serving()]
-        if self.device.type == "cpu" and self._compute is not None and len(serving) == 1 and not choice.is_guest(serving[0]):
+        if (
+            self.device.type == "cpu"
+            and self._compute is not None
+            and len(serving) == 1
+            and not choice.is_third_party(serving[0])
+        ):
             self.prepared.clear()
             self._close(choice.kernels[serving[0]])
 
@@ -276,9 +281,9 @@ class Linear:
         return fused if self.bias is None or "bias" in fused else fused - {"activation", "gated"}
 
     @property
-    def hands_over(self) -> bool:
+    def fuses_more(self) -> bool:
         """True if a third party's CPU kernel may fuse operations around the GEMM; the operations are then passed to it."""
-        return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.hands_over
+        return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.fuses_more
 
     def bind_as(self, other: Linear) -> None:
         """Prepare this layer's weight for the same kernels as another layer of the kind."""
@@ -295,7 +300,7 @@ class Linear:
         :raises ConfigError: if a kernel does not support updates.
         """
         for kernel in self._kernels() if self._closed is None else ():
-            if self.choice is not None and self.choice.is_guest(kernel.name):
+            if self.choice is not None and self.choice.is_third_party(kernel.name):
                 kernel.update(self.prepared_for(kernel), built.prepared_for(kernel))
 
     def _kernels(self) -> list[LinearKernel]:
@@ -327,8 +332,8 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the layer's output for x [rows, in_features]: [rows, out_features], written to `out` if given."""
-        if self.panels is not None:
-            return multiply(self.panels, x, out)
+        if self.packed is not None:
+            return multiply(self.packed, x, out)
         if self._compute is not None:
             return self._compute(x, out=out)
         transposed = self._transposed

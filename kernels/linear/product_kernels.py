@@ -30,7 +30,7 @@ from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, can_launch, shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
-from headway.kernels.step.step_kernels import activate, either, turn
+from headway.kernels.step.step_kernels import activate, either, rotate
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def one_row(
         y += residual
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
     if HEADS > 0:
-        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, 1, N, BLOCK_N, 1,
+        rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, 1, N, BLOCK_N, 1,
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def few_rows(
         y += residual
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if HEADS > 0:
-        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
+        rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexp
 
 
 @triton.jit
-def turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
+def rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                      HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
     """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the head."""
@@ -293,7 +293,7 @@ def turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_p
             # .cg bypasses this SM's L1 cache, which may lack what other programs stored
             low = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             high = tl.load(at + HALF, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-            low, high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, QK_NORM)
+            low, high = rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, QK_NORM)
             tl.store(at, low.to(y_ptr.dtype.element_ty), mask=mask)
             tl.store(at + HALF, high.to(y_ptr.dtype.element_ty), mask=mask)
             tl.store(arrivals_ptr + head, 0)

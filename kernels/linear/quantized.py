@@ -25,7 +25,7 @@ from headway.kernels.step.operations import Heads, Norm, Rope
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedCut:
+class QuantizedTiling:
     """Tiling of one GEMM; see the kernel's constants."""
 
     block_n: int
@@ -40,11 +40,11 @@ class QuantizedCut:
     assembly: bool = True
 
 
-CutRule = Callable[[WeightBytes, int, int, bool, int], QuantizedCut]
+TilingRule = Callable[[WeightBytes, int, int, bool, int], QuantizedTiling]
 """(weight, rows, out_features, gated, number of SMs) -> tiling"""
 
 
-def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedCut:
+def quantized_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedTiling:
     """Return the tiling of a GEMM, by the number of rows.
 
     Up to 16 rows, warps are side by side along K, and chunks of a row are long. Above, they are side by side along the weight's
@@ -64,7 +64,7 @@ def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool
         splits *= 2
     # Bytes in flight per program: weights, and x in halves of a group or whole.
     num_bytes = slices * span * (block_n * (2 if gated else 1) + 2 * block_m * (2 if weight.half else 1))
-    return QuantizedCut(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
+    return QuantizedTiling(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
 
 
 class InOrder:
@@ -91,10 +91,10 @@ class InOrder:
 
 MOST_ROWS: Final = 64
 """Maximum rows for which variants are measured. Above, kernels are limited by computation."""
-CHANGES: Final[Mapping[str, Callable[[QuantizedCut], QuantizedCut]]] = {
-    "n64": lambda cut: replace(cut, block_n=64),
-    "n128": lambda cut: replace(cut, block_n=128),
-    "splits x2": lambda cut: replace(cut, splits=2 * cut.splits),
+CHANGES: Final[Mapping[str, Callable[[QuantizedTiling], QuantizedTiling]]] = {
+    "n64": lambda tiling: replace(tiling, block_n=64),
+    "n128": lambda tiling: replace(tiling, block_n=128),
+    "splits x2": lambda tiling: replace(tiling, splits=2 * tiling.splits),
 }
 
 
@@ -109,12 +109,12 @@ class TritonKernel(TritonProducts):
     capabilities = LinearCapabilities(QUANTIZED, devices=DEVICES, order=True, fused=frozenset(FUSED))
     variants = tuple(CHANGES)
 
-    def __init__(self, spec: LinearSpec, variant: str = "", cut: CutRule | None = None) -> None:
+    def __init__(self, spec: LinearSpec, variant: str = "", tiling: TilingRule | None = None) -> None:
         """Prepare the kernel. cut: a tiling rule that replaces the variant's."""
         super().__init__(spec, variant)
         change = CHANGES.get(variant)
-        changed = quantized_cut if change is None else lambda *product: change(quantized_cut(*product))
-        self._cut = cut or changed
+        changed = quantized_tiling if change is None else lambda *product: change(quantized_tiling(*product))
+        self._tiling = tiling or changed
         device = spec.device
         self._in_order = InOrder()
         self._launcher = cache(partial(_launcher, device))
@@ -149,8 +149,8 @@ class TritonKernel(TritonProducts):
 
     def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
         """Return whether the kernel also applies RoPE to the heads."""
-        cut = self._cut(weight.weight[0], rows, weight.out_features, False, self.multiprocessors)
-        return rows <= cut.block_m and heads.head_dim % cut.block_n == 0
+        tiling = self._tiling(weight.weight[0], rows, weight.out_features, False, self.multiprocessors)
+        return rows <= tiling.block_m and heads.head_dim % tiling.block_n == 0
 
     def compute(
         self,
@@ -167,12 +167,12 @@ class TritonKernel(TritonProducts):
         rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
         (described, tensors), out_features = weight.weight, case.out_features
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
-        cut = self._cut(described, rows, out_features, gated, self.multiprocessors)
-        launch = self._launcher(case, described, cut)
-        grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
+        tiling = self._tiling(described, rows, out_features, gated, self.multiprocessors)
+        launch = self._launcher(case, described, tiling)
+        grid = triton.cdiv(out_features, tiling.block_n), tiling.splits, triton.cdiv(rows, tiling.block_m)
         x, norm_weight = self._in_order(x, norm, weight)
         codes, scales, zeros = tensors
-        sums, splits = self._workspace(grid, cut, gated)
+        sums, splits = self._workspace(grid, tiling, gated)
         cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
         launch(
             grid,
@@ -196,17 +196,17 @@ class TritonKernel(TritonProducts):
         )
         return y
 
-    def _workspace(self, grid: tuple[int, int, int], cut: QuantizedCut, gated: bool) -> tuple[Tensor, Tensor]:
+    def _workspace(self, grid: tuple[int, int, int], tiling: QuantizedTiling, gated: bool) -> tuple[Tensor, Tensor]:
         """Return scratch memory for split-K sums, and arrival counters."""
-        tiles = grid[0] * grid[2] if cut.splits > 1 else 0
-        count = tiles * cut.splits * (cut.block_n * (2 if gated else 1) + 1) * cut.block_m
+        tiles = grid[0] * grid[2] if tiling.splits > 1 else 0
+        count = tiles * tiling.splits * (tiling.block_n * (2 if gated else 1) + 1) * tiling.block_m
         return self._sums(count), self._arrivals(tiles)
 
 
-def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, cut: QuantizedCut) -> FixedLauncher:
+def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, tiling: QuantizedTiling) -> FixedLauncher:
     """Return the launcher for all compile-time constants."""
     constants: dict[str, Any] = {
-        **case.constants(cut.block_n),
+        **case.constants(tiling.block_n),
         "ROW": weight.row,
         "WEIGHT": weight.kind,
         "HALF": weight.half,
@@ -214,18 +214,18 @@ def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, cut:
         "SCALE_SPAN": weight.scale_span,
         "SCALE_ROWS": weight.scale_rows,
         "ZEROS": weight.zeros,
-        "BLOCK_N": cut.block_n,
-        "BLOCK_M": cut.block_m,
-        "SPAN": cut.span,
-        "SLICES": cut.slices,
-        "STAGES": cut.stages,
-        "PREFETCH": 0 if INTERPRETED else cut.prefetch,
-        "SPLITS": cut.splits,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_M": tiling.block_m,
+        "SPAN": tiling.span,
+        "SLICES": tiling.slices,
+        "STAGES": tiling.stages,
+        "PREFETCH": 0 if INTERPRETED else tiling.prefetch,
+        "SPLITS": tiling.splits,
         "DOT": case.dot,
-        "ASSEMBLY": cut.assembly and not INTERPRETED,
-        "EARLY": cut.early,
+        "ASSEMBLY": tiling.assembly and not INTERPRETED,
+        "EARLY": tiling.early,
     }
-    return FixedLauncher(quantized_product, cut.num_warps, device, constants)
+    return FixedLauncher(quantized_product, tiling.num_warps, device, constants)
 
 
 _PROGRAMS = 2

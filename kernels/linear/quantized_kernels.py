@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.kernels.linear.product_kernels import head_norms, turn_whole_head
+from headway.kernels.linear.product_kernels import head_norms, rotate_whole_head
 from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
 from headway.kernels.step.step_kernels import activate
 
@@ -333,5 +333,5 @@ def _finish(gate, up, squares, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low
         y += tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
     if HEADS > 0:
-        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
+        rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
                         HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip

@@ -172,17 +172,17 @@ class ProductTiling:
 
 
 @cache  # each launch asks for it, and before that the choice between kernels
-def swapped_tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
+def swapped_tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
     """Return the tiling for up to MOST_SWAPPED rows, or None if the kernel does not support the shape."""
     if rows > MOST_SWAPPED or out_features % _BLOCK_N:
         return None
-    cuts = [splits for splits in (1, 2, 3, 4) if in_features % (splits * 64) == 0]
-    enough = [splits for splits in cuts if out_features // _BLOCK_N * splits >= BUSY * multiprocessors] or cuts[-1:]
+    tilings = [splits for splits in (1, 2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in tilings if out_features // _BLOCK_N * splits >= BUSY * multiprocessors] or tilings[-1:]
     return ProductTiling(_BLOCK_N, enough[0], 64, 6, MOST_SWAPPED, swapped=True) if enough else None
 
 
 @cache
-def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
+def tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
     """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if the kernel does not support
     it.
     """
@@ -194,8 +194,8 @@ def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int)
     programs = out_features // block_n * tiles_m
     if programs >= wanted:
         return ProductTiling(block_n, 1, 128, 5 if tiles_m == 1 else 3) if in_features % 128 == 0 else None
-    cuts = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
-    enough = [splits for splits in cuts if programs * splits >= wanted] or cuts[-1:]
+    tilings = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in tilings if programs * splits >= wanted] or tilings[-1:]
     return ProductTiling(block_n, enough[0], 64, 5) if enough else None
 
 
@@ -223,14 +223,14 @@ class Tiles(TritonProducts):
     def runs(self, rows: int) -> bool:
         """Return whether there is a tiling for the weight and this number of rows."""
         out, columns = self.spec.out_features, self.spec.in_features
-        return rows <= MAX_ROWS and self._tiling(rows, out // (2 if self.spec.gated else 1), out, columns) is not None
+        return rows <= MAX_ROWS and self._tiling_of(rows, out // (2 if self.spec.gated else 1), out, columns) is not None
 
-    def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
+    def _tiling_of(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
         size = weight_rows * in_features
         if size <= MAX_WEIGHT:
-            return tiling(rows, out_features, in_features, self.multiprocessors)
+            return tiling_for(rows, out_features, in_features, self.multiprocessors)
         if size <= 2 * MAX_WEIGHT:
-            return swapped_tiling(rows, out_features, in_features, self.multiprocessors)
+            return swapped_tiling_for(rows, out_features, in_features, self.multiprocessors)
         return None
 
     def compute(
@@ -251,10 +251,10 @@ class Tiles(TritonProducts):
         case = ProductCase.of(x, weight, None, gated, activation, add_to, None)
         out_features = case.out_features
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
-        cut = self._tiling(rows, out_features, weight.out_features, in_features)
-        assert cut is not None
-        launch = self._launcher(case, cut)
-        grid = out_features // cut.block_n, cut.splits, -(-rows // cut.block_m)
+        tiling = self._tiling_of(rows, out_features, weight.out_features, in_features)
+        assert tiling is not None
+        launch = self._launcher(case, tiling)
+        grid = out_features // tiling.block_n, tiling.splits, -(-rows // tiling.block_m)
         sums, arrivals = self._workspace(grid, 2 if gated else 1)
         launch(
             grid,
@@ -275,17 +275,17 @@ class Tiles(TritonProducts):
         return self._sums(count), self._arrivals(count)
 
 
-def _launcher(device: torch.device, case: ProductCase, cut: ProductTiling) -> FixedLauncher:
+def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) -> FixedLauncher:
     """Return the launcher for a case."""
     constants = {
         "N": case.out_features,
         "K": case.in_features,
-        "BLOCK_M": cut.block_m,
-        "BLOCK_N": cut.block_n,
-        "BLOCK_K": cut.block_k,
-        "SPLITS": cut.splits,
-        "STAGES": cut.stages,
-        "SWAPPED": cut.swapped,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "SPLITS": tiling.splits,
+        "STAGES": tiling.stages,
+        "SWAPPED": tiling.swapped,
         "GATED": case.gated,
         "ACTIVATION": case.activation or "",
         "ADD": case.add,

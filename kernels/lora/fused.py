@@ -58,18 +58,18 @@ class FusedAdditions:
         rows, in_features = x.shape
         if not rows or norm.bias is not None or norm.share is not None or in_features > _LONGEST:
             return None
-        cut = _cut(product)
-        squares = self._squares.floats(cut.splits * rows)
-        low = Shrunk(self._sums.floats(cut.splits * rows * cut.width), squares, in_features, norm.eps)
+        tiling = _tiling_of(product)
+        squares = self._squares.floats(tiling.splits * rows)
+        low = Shrunk(self._sums.floats(tiling.splits * rows * tiling.width), squares, in_features, norm.eps)
         y = torch.empty_like(x)
-        key = "norm", cut, product.a.stride(0), x.dtype, norm.weight.dtype
+        key = "norm", tiling, product.a.stride(0), x.dtype, norm.weight.dtype
         launch = self._launchers.get(key)
         if launch is None:
             block = 1 << (in_features - 1).bit_length()
-            sizes = {**_shrink_sizes(product, cut), "SLOTS": len(product.a), "BLOCK": block, **_dot(x.dtype)}
+            sizes = {**_shrink_sizes(product, tiling), "SLOTS": len(product.a), "BLOCK": block, **_dot(x.dtype)}
             launch = FixedLauncher(norm_and_shrink, 4 if block <= 4096 else 8, self._device, sizes)
             self._launchers[key] = launch
-        programs = rows + triton.cdiv(rows, _BLOCK_M) * len(product.a) * cut.splits * cut.tiles
+        programs = rows + triton.cdiv(rows, _BLOCK_M) * len(product.a) * tiling.splits * tiling.tiles
         launch(
             (programs, 1, 1),
             x_ptr=x,
@@ -161,14 +161,14 @@ class FusedAdditions:
         return y
 
     def _shrink(self, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Shrunk:
-        rows, cut = x.shape[0], _cut(product)
-        sums = self._sums.floats(cut.splits * rows * cut.width)
-        key = "shrink", cut, product.a.stride(0), x.dtype
+        rows, tiling = x.shape[0], _tiling_of(product)
+        sums = self._sums.floats(tiling.splits * rows * tiling.width)
+        key = "shrink", tiling, product.a.stride(0), x.dtype
         launch = self._launchers.get(key)
         if launch is None:
-            sizes = {**_shrink_sizes(product, cut), **_dot(x.dtype)}
+            sizes = {**_shrink_sizes(product, tiling), **_dot(x.dtype)}
             launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, sizes)
-        grid = triton.cdiv(rows, _BLOCK_M), len(product.a), cut.splits * cut.tiles
+        grid = triton.cdiv(rows, _BLOCK_M), len(product.a), tiling.splits * tiling.tiles
         launch(grid, x_ptr=x, a_ptr=product.a, slots_ptr=slots, sums_ptr=sums, rows=rows)
         return Shrunk(sums, sums, 0, 0.0)
 
@@ -183,8 +183,8 @@ class FusedAdditions:
         joined: bool = False,
     ) -> FixedLauncher:
         """Return the launcher of a kernel that expands. joined: True if the sums follow the linear layer's columns."""
-        cut = _cut(product)
-        key = kind, product.out_features, cut, product.b.stride(0), dtype, block, activation, normed, joined
+        tiling = _tiling_of(product)
+        key = kind, product.out_features, tiling, product.b.stride(0), dtype, block, activation, normed, joined
         launch = self._launchers.get(key)
         if launch is None:
             gated, rank, num_slots = activation is not None, product.rank, len(product.b)
@@ -192,7 +192,7 @@ class FusedAdditions:
             sizes: dict[str, object] = {
                 "SLOT_STRIDE": product.b.stride(0),
                 "N": product.out_features // 2 if gated else product.out_features,
-                "MODULES": cut.width // rank,
+                "MODULES": tiling.width // rank,
                 "RANK": rank,
                 "SLOTS": num_slots,
                 "TOGETHER": min(_WIDE // ranks, 1 << (num_slots - 1).bit_length()),
@@ -202,7 +202,7 @@ class FusedAdditions:
             }
             if gated:
                 sizes |= {"ACTIVATION": activation, "BEHIND": product.out_features if joined else 0}
-            sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": cut.splits, "NORMED": normed}
+            sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": tiling.splits, "NORMED": normed}
             kernel = expand_gated if gated else expand_joined if joined else expand_rows
             launch = self._launchers[key] = FixedLauncher(kernel, 4, self._device, {**sizes, **_dot(dtype)})
         return launch
@@ -223,7 +223,7 @@ def _dot(dtype: torch.dtype) -> dict[str, object]:
     return {"DOT": tl.float32 if INTERPRETED else _TYPES[dtype], "PRECISION": "ieee"}
 
 
-class _Cut(NamedTuple):
+class _ShrinkTiling(NamedTuple):
     """Split of x A^T into programs, determined by a linear layer's shape."""
 
     in_features: int
@@ -245,19 +245,19 @@ class _Cut(NamedTuple):
         return -(-self.width // self.block)
 
 
-def _cut(product: AdaptedProduct) -> _Cut:
+def _tiling_of(product: AdaptedProduct) -> _ShrinkTiling:
     _, width, in_features = product.a.shape
     columns = _FEWEST_COLUMNS
     while columns * _MOST_SPLITS < in_features:
         columns *= 2
     split = min(columns, max(1 << (in_features - 1).bit_length(), 16))
-    return _Cut(in_features, width, split, min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK))
+    return _ShrinkTiling(in_features, width, split, min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK))
 
 
-def _shrink_sizes(product: AdaptedProduct, cut: _Cut) -> dict[str, object]:
+def _shrink_sizes(product: AdaptedProduct, tiling: _ShrinkTiling) -> dict[str, object]:
     """Return the compile-time constants of the kernels that shrink."""
-    tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": cut.block, "BLOCK_K": min(_BLOCK_K, cut.split)}
-    return {"SLOT_STRIDE": product.a.stride(0), "N": cut.width, "K": cut.in_features, "SPLIT_K": cut.split, **tile}
+    tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": tiling.block, "BLOCK_K": min(_BLOCK_K, tiling.split)}
+    return {"SLOT_STRIDE": product.a.stride(0), "N": tiling.width, "K": tiling.in_features, "SPLIT_K": tiling.split, **tile}
 
 
 def _block_n(product: AdaptedProduct) -> tuple[int, int]:

@@ -131,7 +131,7 @@ class AdaptedOperations:
         self.latent_layer = inner.latent_layer
         self.gate = inner.gate
         self.experts = inner.experts
-        self.turn_heads = inner.turn_heads
+        self.rotate_heads = inner.rotate_heads
         self.activated = inner.activated
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
@@ -213,7 +213,7 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_qkv(x, norm, linear, heads, rope)
-        return self._inner.turn_heads(self._added(x, norm, linear, adapted), heads, rope)
+        return self._inner.rotate_heads(self._added(x, norm, linear, adapted), heads, rope)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """Return residual + linear layer plus adapters."""

@@ -71,7 +71,7 @@ class Fused(Operations):
     def choice_for(self, linear: Linear, gated: bool) -> LinearChoice:
         """Return the kernel choice for a layer, and count the layer as one of its kind."""
         choice = self.kernels.choice(linear.spec(self._device, gated))
-        choice.compute = self._gated_alone if gated else self._alone
+        choice.compute = self._compute_gated if gated else self._compute_one
         choice.add(linear)
         linear.choice = linear.choice or choice
         return choice
@@ -88,12 +88,12 @@ class Fused(Operations):
                 choices.append(choice)
         return list(dict.fromkeys(choices))
 
-    def _alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
+    def _compute_one(self, name: str, x: Tensor, linear: Linear) -> Tensor:
         """Compute a linear layer by the named kernel, for `LinearChoice.compute`."""
         kernel = self.choice_for(linear, gated=False).kernels[name]
         return bound_step(self, linear, kernel, None, x.shape[0])(x)
 
-    def _gated_alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
+    def _compute_gated(self, name: str, x: Tensor, linear: Linear) -> Tensor:
         """Compute a gated linear layer by the named kernel, for `LinearChoice.compute`."""
         kernel = self.choice_for(linear, gated=True).kernels[name]
         norm = Norm(x.new_ones(x.shape[1]), 1e-6)
@@ -179,13 +179,13 @@ class Fused(Operations):
         alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
         rotated = None if rope is None or alone else (heads, rope)
         step = bound(self, linear, x.shape[0], heads=None if rotated is None else heads)
-        return self._turned(step(x, norm=norm, rotated=rotated), heads, rope if alone else None, alone)
+        return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if alone else None, alone)
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """One launch, in place. Four more if heads are normed without RoPE, or all heads are normed as one."""
-        return self._turned(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
+        return self._split_heads(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
-    def _turned(self, qkv: Tensor, heads: Heads, rope: Rope | None, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v as views of `qkv`. rope: None means no rotation is left to apply. alone: heads are normed in separate
         launches.
         """
@@ -286,7 +286,7 @@ class Fused(Operations):
         if rope is None:
             size = q.shape[0], config.qk_rope_head_dim // 2
             rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)
-        return self._latent.turn(q, latent, config, norm, rope)
+        return self._latent.rotate(q, latent, config, norm, rope)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:
         """Make the layer; all layers share launchers."""

@@ -105,21 +105,21 @@ class InvariantOperations:
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, computed in tiles."""
-        return self._by_tile(lambda rows, turn: self._inner.norm_qkv(rows, norm, linear, heads, turn), x, rope)
+        return self._by_tile(lambda rows, tile_rope: self._inner.norm_qkv(rows, norm, linear, heads, tile_rope), x, rope)
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of a linear layer's output, normed and rotated in tiles."""
-        return self._by_tile(lambda rows, turn: self._inner.turn_heads(rows, heads, turn), qkv, rope)
+        return self._by_tile(lambda rows, tile_rope: self._inner.rotate_heads(rows, heads, tile_rope), qkv, rope)
 
     def _by_tile(
         self, step: Callable[[Tensor, Rope | None], tuple[Tensor, Tensor, Tensor]], x: Tensor, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply a step to x in tiles of rows, and return the concatenated q, k and v."""
         tiles = self._tiles(x)
-        turns: Iterable[Rope | None] = [None] * len(tiles)
+        tile_ropes: Iterable[Rope | None] = [None] * len(tiles)
         if rope is not None:
-            turns = zip(self._tiles(rope[0]), self._tiles(rope[1]), strict=True)
-        parts = [step(rows, turn) for rows, turn in zip(tiles, turns, strict=True)]
+            tile_ropes = zip(self._tiles(rope[0]), self._tiles(rope[1]), strict=True)
+        parts = [step(rows, tile_rope) for rows, tile_rope in zip(tiles, tile_ropes, strict=True)]
         q, k, v = (torch.cat([part[place] for part in parts])[: x.shape[0]] for place in range(3))
         return q, k, v
 

@@ -22,7 +22,7 @@ from headway.kernels.step.operations import Norm, PlainLatentLayer, Rope
 
 
 @triton.jit
-def turn_latent(
+def norm_and_rotate_latents(
     q_ptr,  # [num_tokens, HEADS, NOPE + 2 HALF], row stride Q_ROW; the last 2 HALF of each head are overwritten
     latent_ptr,  # [num_tokens, RANK + 2 HALF], row stride LATENT_ROW, overwritten
     norm_ptr,  # [RANK]
@@ -58,15 +58,15 @@ def turn_latent(
         x = tl.load(row + r, mask=r < RANK, other=0.0).to(tl.float32)
         y = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * weight
         tl.store(row + r, y.to(latent_ptr.dtype.element_ty), mask=r < RANK)
-        _turn(row + RANK + h, cos, sin, h < HALF, HALF)
+        _rotate(row + RANK + h, cos, sin, h < HALF, HALF)
     else:
         head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         at = q_ptr + token * Q_ROW + head * (NOPE + 2 * HALF) + NOPE + h[None, :]
-        _turn(at, cos[None, :], sin[None, :], (head < HEADS) & (h < HALF)[None, :], HALF)
+        _rotate(at, cos[None, :], sin[None, :], (head < HEADS) & (h < HALF)[None, :], HALF)
 
 
 @triton.jit
-def _turn(at, cos, sin, mask, HALF: tl.constexpr):
+def _rotate(at, cos, sin, mask, HALF: tl.constexpr):
     """Rotate the elements at `at` with the elements HALF further on (RoPE)."""
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -168,13 +168,13 @@ class LatentKernels:
         self._device = device
         self._launchers = Launchers(device)
 
-    def turn(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
         """Norm latents and rotate queries and keys in place, see Operations.rotate_latent."""
         (num_tokens, q_size), half = q.shape, config.qk_rope_head_dim // 2
         heads = q_size // config.q_dim
         if num_tokens:
             block_half = triton.next_power_of_2(half)
-            block_h = min(triton.next_power_of_2(heads), max(1, _TURNED // block_half))
+            block_h = min(triton.next_power_of_2(heads), max(1, _ROTATED // block_half))
             sizes = {
                 "HEADS": heads,
                 "NOPE": config.qk_nope_head_dim,
@@ -186,7 +186,7 @@ class LatentKernels:
                 "BLOCK_HALF": block_half,
                 "BLOCK_RANK": triton.next_power_of_2(config.kv_lora_rank),
             }
-            launch, (cos, sin) = self._launchers.get(turn_latent, 2, sizes), rope
+            launch, (cos, sin) = self._launchers.get(norm_and_rotate_latents, 2, sizes), rope
             grid = num_tokens, 1 + triton.cdiv(heads, block_h), 1
             launch(grid, q_ptr=q, latent_ptr=latent, norm_ptr=norm.weight, cos_ptr=cos, sin_ptr=sin, eps=norm.eps)
         return q.view(num_tokens, heads, config.q_dim), latent[:, None]
@@ -259,5 +259,5 @@ class FusedLatentLayer(PlainLatentLayer):
         return 0 < x.shape[0] <= MAX_ROWS and x.dtype in _TYPES and side_by_side
 
 
-_TURNED = 512
+_ROTATED = 512
 """Half-head elements that one program of two warps rotates (RoPE)."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.core.contract.model import Attention, WatchedAttention
 from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.linear.linear import Linear
-from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, Panels, ProductStruct, Recording
+from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, PackedWeight, ProductStruct, Recording
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
 
@@ -175,48 +175,48 @@ class NativeOperations(TorchOperations):
         return out
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        panels = _panels(x, linear)
-        return linear(x, out) if panels is None else self._store(x, panels, out=out)
+        packed = _packed_of(x, linear)
+        return linear(x, out) if packed is None else self._store(x, packed, out=out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        panels = _panels(x, linear)
-        if panels is None:
+        packed = _packed_of(x, linear)
+        if packed is None:
             return super().norm_product(x, norm, linear, activation)
         x, norm = self._before(x, norm)
         if activation in _ACTIVATIONS:
-            return self._store(x, panels, norm, activation)
-        y = self._store(x, panels, norm)
+            return self._store(x, packed, norm, activation)
+        y = self._store(x, packed, norm)
         return y if activation is None else ACTIVATE[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        panels = _panels(x, linear)
-        if panels is None or not panels.gates or activation not in _ACTIVATIONS:
+        packed = _packed_of(x, linear)
+        if packed is None or not packed.gates or activation not in _ACTIVATIONS:
             return super().norm_gated_product(x, norm, linear, activation)
         x, norm = self._before(x, norm)
-        out = x.new_empty(len(x), panels.out_features // 2)
-        self._run(x, panels, norm, _GATED, activation, out)
+        out = x.new_empty(len(x), packed.out_features // 2)
+        self._run(x, packed, norm, _GATED, activation, out)
         return out
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        panels = _panels(x, linear)
-        if panels is None or heads.whole_norm or heads.head_dim % 2 or not _normed(heads.q_norm) or not _normed(heads.k_norm):
+        packed = _packed_of(x, linear)
+        if packed is None or heads.whole_norm or heads.head_dim % 2 or not _normed(heads.q_norm) or not _normed(heads.k_norm):
             return super().norm_qkv(x, norm, linear, heads, rope)
         x, norm = self._before(x, norm)
         dim, turned = heads.head_dim, heads.num_heads + heads.num_kv_heads
-        qkv = x.new_empty(len(x), panels.out_features // dim, dim)
+        qkv = x.new_empty(len(x), packed.out_features // dim, dim)
         (factors, least), (q_factors, q_least), (k_factors, k_least) = _norm(norm), _norm(heads.q_norm), _norm(heads.k_norm)
         self.functions.product(
             ProductStruct(
-                weight=panels.described,
+                weight=packed.described,
                 x=x.data_ptr(),
                 out=qkv.data_ptr(),
                 cos=None if rope is None else rope[0].data_ptr(),
                 sin=None if rope is None else rope[1].data_ptr(),
                 rows=len(x),
                 ldx=x.stride(0),
-                ldo=panels.out_features,
+                ldo=packed.out_features,
                 head_dim=dim,
                 q_heads=heads.num_heads,
                 heads=turned,
@@ -232,10 +232,10 @@ class NativeOperations(TorchOperations):
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        panels = _panels(x, linear)
-        if panels is None or residual.stride(1) != 1 or residual.dtype != x.dtype:
+        packed = _packed_of(x, linear)
+        if packed is None or residual.stride(1) != 1 or residual.dtype != x.dtype:
             return super().add_product(residual, x, linear)
-        self._run(x, panels, None, _ADD, None, residual)
+        self._run(x, packed, None, _ADD, None, residual)
         return residual
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
@@ -243,17 +243,24 @@ class NativeOperations(TorchOperations):
         return (x, norm) if norm is None or norm.by_length is not None else (self.norm(x, norm), None)
 
     def _store(
-        self, x: Tensor, panels: Panels, norm: Norm | None = None, activation: Activation | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        packed: PackedWeight,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        out = x.new_empty(len(x), panels.out_features) if out is None else out
-        self._run(x, panels, norm, _STORE, activation, out)
+        out = x.new_empty(len(x), packed.out_features) if out is None else out
+        self._run(x, packed, norm, _STORE, activation, out)
         return out
 
-    def _run(self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor) -> None:
+    def _run(
+        self, x: Tensor, packed: PackedWeight, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor
+    ) -> None:
         factors, least = _norm(norm)
         self.functions.product(
             ProductStruct(
-                weight=panels.described,
+                weight=packed.described,
                 x=x.data_ptr(),
                 out=out.data_ptr(),
                 rows=len(x),
@@ -268,9 +275,9 @@ class NativeOperations(TorchOperations):
         )
 
 
-def _panels(x: Tensor, linear: Linear) -> Panels | None:
+def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:
     """Return a layer's packed weight, or None if it has none or the C kernels cannot read x."""
-    return linear.panels if linear.panels is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
+    return linear.packed if linear.packed is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
 
 
 def _normed(norm: Norm | None) -> bool:

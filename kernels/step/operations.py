@@ -227,7 +227,7 @@ class Operations(Protocol):
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]; rows may be strided.
         """
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the part of `norm_qkv` after the linear layer. qkv: [num_tokens, elements of all heads], contiguous; may be
         overwritten.
         """
@@ -496,13 +496,13 @@ class TorchOperations(Operations):
         return linear(x, out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        if linear.hands_over:
+        if linear.fuses_more:
             return bound(self, linear, len(x))(x, norm=norm, activation=activation)
         y = linear(x if norm is None else self.norm(x, norm))
         return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        if linear.hands_over:
+        if linear.fuses_more:
             return bound(self, linear, len(x), gated=True)(x, norm=norm, gated=True, activation=activation)
         return self.activated(linear(x if norm is None else self.norm(x, norm)), activation, gated=True)
 
@@ -515,11 +515,11 @@ class TorchOperations(Operations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if linear.hands_over:
-            return self.turn_heads(bound(self, linear, len(x))(x, norm=norm), heads, rope)
-        return self.turn_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
+        if linear.fuses_more:
+            return self.rotate_heads(bound(self, linear, len(x))(x, norm=norm), heads, rope)
+        return self.rotate_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """Apply norms and RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
         qkv = qkv.view(len(qkv), qkv.shape[1] // heads.head_dim, heads.head_dim)
@@ -551,7 +551,7 @@ class TorchOperations(Operations):
         return PlainLatentLayer(expanded, config, kv_b)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        return bound(self, linear, len(x))(x, add_to=residual) if linear.hands_over else linear.add_to(residual, x)
+        return bound(self, linear, len(x))(x, add_to=residual) if linear.fuses_more else linear.add_to(residual, x)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         return apply_gate(x, by, gate)

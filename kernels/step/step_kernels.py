@@ -159,12 +159,12 @@ def norm_and_rotate(
     if ROW:
         scale = row_scale(x_ptr + token * ROW, row_eps, ROW, BLOCK_ROW)
         low, high = low * scale, high * scale
-    turned_low, turned_high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
+    rotated_low, rotated_high = rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
     if ROW:  # v is scaled, not rotated
-        turns = head < HEADS + KV_HEADS
-        low, high = tl.where(turns, turned_low, low), tl.where(turns, turned_high, high)
+        rotates = head < HEADS + KV_HEADS
+        low, high = tl.where(rotates, rotated_low, low), tl.where(rotates, rotated_high, high)
     else:
-        low, high = turned_low, turned_high
+        low, high = rotated_low, rotated_high
     tl.store(at, low.to(qkv_ptr.dtype.element_ty), mask=mask)
     tl.store(at + HALF, high.to(qkv_ptr.dtype.element_ty), mask=mask)
 
@@ -178,7 +178,7 @@ def row_scale(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+def rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     """RMSNorm of heads (NORM), then RoPE (Su et al. 2021). low, high, cos, sin: float32 [heads or rows, HEAD_DIM / 2]."""
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]

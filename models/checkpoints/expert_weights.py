@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import QuantizedWeight, merged
-from headway.kernels.experts.weights import ExpertsCut, RoutedWeights
+from headway.kernels.experts.weights import ExpertsShard, RoutedWeights
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import GgufWeight
 from headway.models.checkpoints.weights import WeightSource
@@ -18,7 +18,7 @@ from headway.models.config import ExpertNames
 
 
 def take_experts(
-    cut: ExpertsCut, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
+    cut: ExpertsShard, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
 ) -> RoutedWeights:
     """Take the tensors of one layer. at: the layer's prefix; scale: multiplies what all experts give.
 
@@ -72,7 +72,7 @@ Rows = Tensor | QuantizedWeight
 """Weights of several experts, those of each after those of the one before: [experts * out_features, in_features]."""
 
 
-def _take_single(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
+def _take_single(cut: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
     """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
     held = set(cut.experts.pick(range(cut.experts.whole)))
     up: dict[str, int | Axis] = {}
@@ -84,7 +84,7 @@ def _take_single(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: Weig
     return weights.take_experts(up, hidden), weights.take_experts(down, cut.inner)
 
 
-def _take_stacked(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
+def _take_stacked(cut: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
     """Take a tensor of all experts for each of the two products."""
     rows = cut.inner + cut.inner if cut.own.gated else cut.inner
     gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, rows, hidden))
@@ -95,7 +95,7 @@ def _take_stacked(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: Wei
     )
 
 
-def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+def _with_shared_up(routed: Rows, cut: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
     """Add the pieces of the shared experts' first product: as many rows of each half as a routed expert has.
 
     The last is filled up with zeros.
@@ -116,7 +116,7 @@ def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: i
     return torch.cat([_expanded(routed, weights), pieces.view(-1, hidden)])
 
 
-def _with_shared_down(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+def _with_shared_down(routed: Rows, cut: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
     """Add the pieces of their last product: columns, which the last has some zeros of."""
     inner, size = cut.own.intermediate_size, cut.shared.size
     shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, cut.shared)
@@ -135,7 +135,7 @@ def _expanded(rows: Rows, weights: WeightSource) -> Tensor:
 
 
 def _take_interleaved(
-    cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
+    cut: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str
 ) -> tuple[Rows, Tensor, Rows, Tensor]:
     """gate_up, its bias, down, its bias of a checkpoint that stacks all experts, transposed, gate and up in turn (gpt-oss)."""
     inner, held = cut.own.intermediate_size, cut.own.num_held

@@ -20,7 +20,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.weights import QuantizedWeight, merged
 from headway.core.system.text import shown_size
-from headway.kernels.linear.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
+from headway.kernels.linear.axes import Axis, Shape, axes_of, held_sizes, shard_of, whole_sizes
 from headway.models.checkpoints.formats.stored import Quantization, QuantizedModule, StoredFormat
 from headway.models.checkpoints.gguf.blocks import GgufBlocks
 from headway.models.checkpoints.tensor_files import NEEDED, PLAIN, TensorFiles
@@ -368,7 +368,7 @@ class DummyWeights(WeightSource):
 
     def take(self, name: str, shape: Shape) -> Tensor:
         """Draw one tensor whole, so that all ranks draw alike, and cut it."""
-        return held_part(self.draw(name, whole_sizes(shape)), shape)
+        return shard_of(self.draw(name, whole_sizes(shape)), shape)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Draw all rows at once."""
@@ -417,7 +417,7 @@ class DummyWeights(WeightSource):
         if columns.is_whole:
             return cut
         narrow = cut.columns(columns.held[0]) if len(columns.held) == 1 else None
-        return held_part(cut.dequantized(self.dtype), (cut.shape[0], columns)) if narrow is None else narrow
+        return shard_of(cut.dequantized(self.dtype), (cut.shape[0], columns)) if narrow is None else narrow
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Draw one tensor."""

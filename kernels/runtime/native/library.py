@@ -357,7 +357,7 @@ SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM = range(5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Panels:
+class PackedWeight:
     """A weight [n, k] in packed blocks of 16 output features, with the structure that the C library reads."""
 
     data: Tensor
@@ -382,7 +382,7 @@ class Panels:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Coded:
+class QuantizedValues:
     """A quantized weight: values of 4 or 8 bits, and the scales that dequantize them."""
 
     codes: Tensor
@@ -400,7 +400,7 @@ class Coded:
     superblock: int = 0
 
 
-def dense_panels(weight: Tensor, bias: Tensor | None = None) -> Panels | None:
+def pack_dense(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | None:
     """Pack a dense weight. None if the C library does not support it: no library, another element type, or an odd k in
     bfloat16.
     """
@@ -410,10 +410,10 @@ def dense_panels(weight: Tensor, bias: Tensor | None = None) -> Panels | None:
         return None
     rows = _whole(weight).view(-1, LANES, k)
     columns = rows.view(-1, LANES, k // 2, 2) if form == _PAIRS else rows
-    return _panels(columns.transpose(1, 2).contiguous(), n, k, form, bias)
+    return _pack(columns.transpose(1, 2).contiguous(), n, k, form, bias)
 
 
-def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels | None:
+def pack_quantized(parts: Sequence[QuantizedValues], bias: Tensor | None = None) -> PackedWeight | None:
     """Pack a quantized weight, whose rows may use several formats. None if the library is unavailable."""
     if functions() is None:
         return None
@@ -427,7 +427,7 @@ def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels |
             low, high = rows.view(-1, LANES, k // 8, 2, 4).view(torch.uint8).unbind(3)
             data, form = low | high << 4, _CODES4
         data = data.transpose(1, 2).contiguous()
-        panels.append(_panels(data, n, k, form, None if bias is None else bias[row : row + n], coded))
+        panels.append(_pack(data, n, k, form, None if bias is None else bias[row : row + n], coded))
         row += n
     for one, after in pairwise(panels):
         one.described.contents.next = ctypes.cast(after.described, ctypes.c_void_p)
@@ -436,10 +436,10 @@ def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels |
         return first
     held = (*first.held, *(tensor for each in panels[1:] for tensor in (each.data, *each.held)))
     structs = tuple(each.described for each in panels[1:])
-    return Panels(first.data, row, first.in_features, first.described, held, structs)
+    return PackedWeight(first.data, row, first.in_features, first.described, held, structs)
 
 
-def _panels(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: Coded | None = None) -> Panels:
+def _pack(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: QuantizedValues | None = None) -> PackedWeight:
     whole = None if bias is None else _whole(bias.float())
     table = None if coded is None or coded.table is None else (coded.table.int() + 128).to(torch.uint8)
     scales = None if coded is None else _by_group(coded.scales)
@@ -468,7 +468,7 @@ def _panels(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded:
         superblock=0 if coded is None else coded.superblock,
     )
     held = tuple(tensor for tensor in (scales, supers, whole, table) if tensor is not None)
-    return Panels(data, n, k, ctypes.pointer(struct), held)
+    return PackedWeight(data, n, k, ctypes.pointer(struct), held)
 
 
 def _by_group(matrices: tuple[Tensor, ...]) -> Tensor:
@@ -483,7 +483,7 @@ def _whole(rows: Tensor) -> Tensor:
     return rows.contiguous() if not missing else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
-def multiply(panels: Panels, x: Tensor, out: Tensor | None = None) -> Tensor:
+def multiply(panels: PackedWeight, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply x [rows, k] by a packed weight and add its bias (GEMM). Return [rows, n], written to `out` if it is given."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     found, target = functions(), x.new_empty(len(x), panels.out_features) if out is None else out

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import YES, Support
-from headway.kernels.experts.builtin import CUDA_LOTS, most_blocks
+from headway.kernels.experts.builtin import GROUPED_TILE_ROWS, most_blocks
 from headway.kernels.experts.cuda_rows import (
     CudaExperts,
-    ExpertCutRule,
     ExpertProduct,
+    ExpertTilingRule,
     ExpertVariant,
     expert_variant,
     pointers_of,
 )
 from headway.kernels.experts.plain import Routed
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight
-from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaCut
+from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaTiling
 from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledKernel, Launch, tensor_map
@@ -41,7 +41,7 @@ _MOST_STAGES = 12
 _STEP_COLUMNS = 128
 
 
-def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
+def expert_grouped_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTiling:
     """Return the tiling of a GEMM: thread blocks of 128 weight rows, or of 64 if 128 would pad more than a tenth.
 
     Larger thread blocks copy x fewer times. Two thread blocks of eight warps, or four of four, keep the most warps busy to the
@@ -49,18 +49,18 @@ def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
     with two of eight. Above 16 rows, a warp has two parts of 16 rows, for which it reads x once, and an SM runs as many thread
     blocks as registers allow.
     """
-    if product.lot <= 16:
-        eight = product.weight.half or product.lot == 16
-        return CudaCut(1, 8 if eight else 4, _MOST_STAGES, per_multiprocessor=2 if eight else 4)
-    blocks = 3 if product.lot <= (32 if product.weight.half else 16) else 2
-    wide = CudaCut(2, 4, _MOST_STAGES, per_multiprocessor=blocks)
+    if product.rows_per_tile <= 16:
+        eight = product.weight.half or product.rows_per_tile == 16
+        return CudaTiling(1, 8 if eight else 4, _MOST_STAGES, per_multiprocessor=2 if eight else 4)
+    blocks = 3 if product.rows_per_tile <= (32 if product.weight.half else 16) else 2
+    wide = CudaTiling(2, 4, _MOST_STAGES, per_multiprocessor=blocks)
     outputs = 128 // (2 if product.gated else 1)
     padded = -(-product.out_features // outputs) * outputs
     return wide if padded <= 1.1 * product.out_features else replace(wide, tiles=1)
 
 
 @dataclass(frozen=True, slots=True)
-class LotsVariant:
+class GroupedVariant:
     """Everything that the kernel is compiled for."""
 
     of: ExpertVariant
@@ -71,7 +71,7 @@ class LotsVariant:
     def outputs(self) -> int:
         """Columns of y per tile (OUT)."""
         each = self.of.each
-        return PART_ROWS * each.cut.tiles * each.cut.warps // (2 if each.gated else 1)
+        return PART_ROWS * each.tiling.tiles * each.tiling.warps // (2 if each.gated else 1)
 
     @property
     def groups(self) -> int:
@@ -100,12 +100,12 @@ class LotsVariant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory in bytes, including the alignment to 1,024."""
-        return self.of.each.cut.stages * self.step_bytes + 1024
+        return self.of.each.tiling.stages * self.step_bytes + 1024
 
     @property
     def threads(self) -> int:
         """Threads per block: the warps that multiply, and one that copies."""
-        return 32 * (self.of.each.cut.warps + 1)
+        return 32 * (self.of.each.tiling.warps + 1)
 
     @property
     def row_columns(self) -> int:
@@ -115,12 +115,12 @@ class LotsVariant:
     @property
     def table_words(self) -> int:
         """Size of `struct Table` in 32-bit words."""
-        return self.of.most_lots + 2 + self.of.tokens * self.of.slots
+        return self.of.max_tiles + 2 + self.of.tokens * self.of.slots
 
     @property
     def source(self) -> Variant:
         """Source and constants for the compiler."""
-        constants = {**self.of.constants, "RESIDENT": self.of.each.cut.per_multiprocessor, "BOX": self.box}
+        constants = {**self.of.constants, "RESIDENT": self.of.each.tiling.per_multiprocessor, "BOX": self.box}
         if self.following is not None:
             half = self.following.half
             constants |= {
@@ -138,25 +138,25 @@ def arranged_columns(weight: WeightBytes) -> int:
     return -(-weight.row * (2 if weight.half else 1) // _STEP_COLUMNS) * _STEP_COLUMNS
 
 
-def lots_variant(
+def grouped_variant(
     config: ExpertsConfig,
     weight: ArrangedWeight,
     dtype: torch.dtype,
-    lot: int,
+    rows_per_tile: int,
     following: WeightBytes | None,
     bias: bool,
     multiprocessors: int,
-    rule: ExpertCutRule = expert_lots_cut,
-) -> LotsVariant:
-    """Return the variant for one of a layer's two GEMMs. lot: maximum rows per tile. dtype: type of x. following: see
-    LotsVariant.
+    rule: ExpertTilingRule = expert_grouped_tiling,
+) -> GroupedVariant:
+    """Return the variant for one of a layer's two GEMMs. rows_per_tile: maximum rows per tile. dtype: type of x. following: see
+    GroupedVariant.
     """
-    of = expert_variant(config, weight, dtype, lot, following is not None, bias, multiprocessors, rule)
-    variant = LotsVariant(replace(of, most_tokens=MOST_TOKENS), following)
-    cut = of.each.cut
-    room = _MULTIPROCESSOR_BYTES // cut.per_multiprocessor - _KEPT_BYTES
-    cut = replace(cut, stages=max(2, min(cut.stages, room // variant.step_bytes)))
-    return replace(variant, of=replace(variant.of, each=replace(of.each, cut=cut)))
+    of = expert_variant(config, weight, dtype, rows_per_tile, following is not None, bias, multiprocessors, rule)
+    variant = GroupedVariant(replace(of, most_tokens=MOST_TOKENS), following)
+    tiling = of.each.tiling
+    room = _MULTIPROCESSOR_BYTES // tiling.per_multiprocessor - _KEPT_BYTES
+    tiling = replace(tiling, stages=max(2, min(tiling.stages, room // variant.step_bytes)))
+    return replace(variant, of=replace(variant.of, each=replace(of.each, tiling=tiling)))
 
 
 _ARRANGING = 256
@@ -168,13 +168,13 @@ _MOST_SLOTS = 24
 class _Launcher:
     """A compiled GEMM with its arguments, and the extra launch before the first or after the second GEMM."""
 
-    def __init__(self, variant: LotsVariant, device: torch.device, multiprocessors: int) -> None:
+    def __init__(self, variant: GroupedVariant, device: torch.device, multiprocessors: int) -> None:
         specific = architecture(device, specific=True)
         self.variant = variant
         self._kernel: CompiledKernel = load(variant.source, "expert_lots", device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
         self._beside: CompiledKernel = load(variant.source, "arrange_lots" if variant.of.first else "add_slots", device, specific)
-        blocks = multiprocessors * variant.of.each.cut.per_multiprocessor
+        blocks = multiprocessors * variant.of.each.tiling.per_multiprocessor
         self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=True)
         blank = bytes(MAP_BYTES)
         self._arguments = Arguments(blank, blank, blank, bytes(POINTERS.size), 0)
@@ -197,7 +197,7 @@ class _Launcher:
         self._beside(self._beside_launch(grid), self._beside_arguments)
 
 
-class CudaLots(CudaExperts):
+class CudaGroupedGemm(CudaExperts):
     """Grouped GEMM over tiles of one expert's rows, with inputs permuted first: five launches per layer, up to MOST_TOKENS
     tokens.
 
@@ -219,12 +219,12 @@ class CudaLots(CudaExperts):
         return support & (YES if slots <= _MOST_SLOTS else Support.no("experts of a token", f"up to {_MOST_SLOTS}", slots))
 
     def runs(self, num_tokens: int) -> bool:
-        return suits(self.lot, num_tokens, self._config)
+        return suits(self.rows_per_tile, num_tokens, self._config)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
         (num_tokens, hidden), pairs = out.shape, routed.experts.numel()
         up, down = self._products(weights)
-        rows = most_blocks(pairs, self._config.num_all, self.lot) * self.lot
+        rows = most_blocks(pairs, self._config.num_all, self.rows_per_tile) * self.rows_per_tile
         x = out.new_empty(rows * up.variant.row_columns)  # padding rows are never read
         between = out.new_empty(rows * down.variant.row_columns)
         table = torch.empty(up.variant.table_words, dtype=torch.int32, device=out.device)
@@ -245,20 +245,20 @@ class CudaLots(CudaExperts):
         return self._launcher(up, weights.gate_up_bias, down.described), self._launcher(down, weights.down_bias, None)
 
     def _launcher(self, weight: ArrangedWeight, bias: Tensor | None, following: WeightBytes | None) -> _Launcher:
-        of = self._config, weight, self.spec.dtype, self.lot, following, bias is not None, self._multiprocessors
-        return self._made(lots_variant(*of))
+        of = self._config, weight, self.spec.dtype, self.rows_per_tile, following, bias is not None, self._multiprocessors
+        return self._made(grouped_variant(*of))
 
 
-def cuda_lots(lot: int) -> type[CudaLots]:
-    """Return the kernel class with tiles of `lot` rows, from CUDA_LOTS."""
-    return type("CudaLots", (CudaLots,), {"name": f"cuda.lots{lot}", "lot": lot})
+def cuda_grouped_gemm(rows_per_tile: int) -> type[CudaGroupedGemm]:
+    """Return the kernel class with tiles of `rows_per_tile` rows, from GROUPED_TILE_ROWS."""
+    return type("CudaGroupedGemm", (CudaGroupedGemm,), {"name": f"cuda.lots{rows_per_tile}", "rows_per_tile": rows_per_tile})
 
 
-def suits(lot: int, num_tokens: int, config: ExpertsConfig) -> bool:
-    """Return whether tiles of up to `lot` rows may be the fastest for this number of tokens.
+def suits(rows_per_tile: int, num_tokens: int, config: ExpertsConfig) -> bool:
+    """Return whether tiles of up to `rows_per_tile` rows may be the fastest for this number of tokens.
 
     Smaller tiles are better if experts hardly fill half a tile, and larger tiles if experts fill more than four.
     """
     pairs = num_tokens * config.num_slots / config.num_all
-    filled = lot == CUDA_LOTS[0] or (num_tokens > lot // 2 and pairs >= lot / 8)
-    return num_tokens <= MOST_TOKENS and filled and (lot == CUDA_LOTS[-1] or pairs <= 4 * lot)
+    filled = rows_per_tile == GROUPED_TILE_ROWS[0] or (num_tokens > rows_per_tile // 2 and pairs >= rows_per_tile / 8)
+    return num_tokens <= MOST_TOKENS and filled and (rows_per_tile == GROUPED_TILE_ROWS[-1] or pairs <= 4 * rows_per_tile)
