@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import CONV, MAMBA1
-from headway.kernels.experts.weights import ExpertsCut
+from headway.kernels.experts.weights import ExpertsShard
 from headway.kernels.experts.weights import needs as needs_of_experts
 from headway.kernels.linear.axes import Axis, Division
 from headway.models.config import DecoderConfig, StateConfig
@@ -55,9 +55,9 @@ class ModelShard:
 
     @cached_property
     def experts(self) -> ExpertsCut:
-        """Shard of the MoE layers."""
+        """The layers of experts."""
         assert self._config.experts is not None
-        return ExpertsCut(self._config.experts, self._division)
+        return ExpertsShard(self._config.experts, self._division)
 
     @cached_property
     def state(self) -> StateShard:

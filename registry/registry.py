@@ -165,9 +165,9 @@ class Registry(Kernels):
         if named != "auto":
             kernels.backend(named)
         names = kernels.meant_for(device.type)
-        guests = [name for name in names if kernels.entries[name].owner != BUILTIN_OWNER]
+        third_party = [name for name in names if kernels.entries[name].owner != BUILTIN_OWNER]
         asked = None if named == "auto" else named
-        return LinearKernels(device, names, kernels.backend, kernels.supports, guests, asked, invariant)
+        return LinearKernels(device, names, kernels.backend, kernels.supports, third_party, asked, invariant)
 
     def proposer(self, name: str) -> ProposerInfo:
         """Return a proposer of draft tokens by name.

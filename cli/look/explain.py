@@ -148,7 +148,7 @@ def _linear(
     kernels, on_cpu = registry.linear_kernels(device, invariant=fixed), device.type == "cpu"
     specs = [(linear, linear.spec(device, gated and not on_cpu)) for linear, gated in products]
     chosen = [(linear, kernels.choice(spec)) for linear, spec in specs]
-    kinds = Counter(choice for linear, choice in chosen if choice.guests or not isinstance(linear.weight, Tensor))
+    kinds = Counter(choice for linear, choice in chosen if choice.third_party or not isinstance(linear.weight, Tensor))
     identity, found = identify_device(device), list[dict[str, Any]]()
     for kind, count in kinds.items():
         timed = kind.is_open or not on_cpu
@@ -157,7 +157,7 @@ def _linear(
         data = {"product": kind.name, **choice_data(kind, count, ROWS)}
         if not timed:
             data["by"] = "the form, nothing is measured"
-            data["refused"] = {name: why for name, why in data["refused"].items() if kind.is_guest(name)}
+            data["refused"] = {name: why for name, why in data["refused"].items() if kind.is_third_party(name)}
         found.append(data)
     return found
 

@@ -1,1 +1,1 @@
-"""Sums over ranks by our kernels: each rank reads what the others hold, from their memory."""
+"""All-reduce kernels in which each rank writes its tensor into the other GPUs' memory."""

@@ -1,9 +1,10 @@
-"""One launch in which a rank gives the others what it has, waits for theirs, and sums it.
+"""One-shot all-reduce: in one launch, each rank writes its tensor to all others, waits for theirs, and sums them.
 
-Each rank has three buffers in turn, with room for every other rank's tensor, into which the others write. An element that has not
-come holds a pattern that none is given as, so that what is waited for is the data itself, with no flag and no fence before a flag
-(Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank fills the buffer of the call before with that
-pattern again. Others write there two calls later, for which they need what this rank gives one call later, after it has done so.
+Each rank has three buffers, used in rotation, with room for every other rank's tensor; the other ranks write into them. An
+element that has not arrived holds a reserved bit pattern, so the data itself is the flag, and neither a separate flag nor a fence
+is needed (Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank resets the previous call's buffer to
+that pattern. The others write there two calls later. For this they need this rank's data of the next call, which follows the
+reset.
 """
 
 from __future__ import annotations
@@ -27,29 +28,31 @@ from headway.kernels.runtime.triton_launch import FixedLauncher
 
 @triton.jit(do_not_specialize=["words", "rank"])
 def sum_over_ranks(
-    x_ptr,  # [words * EACH], this rank's part of the sum
-    onto_ptr,  # likewise, added to in place (ONTO)
-    y_ptr,  # likewise, written (not ONTO)
+    x_ptr,  # [words * EACH], this rank's summand
+    onto_ptr,  # [words * EACH], the sum is added to it in place (ONTO)
+    y_ptr,  # [words * EACH], receives the sum (not ONTO)
     buffers_ptr,  # int64 [SIZE]: address of each rank's buffers [3, SIZE, CAPACITY]
-    state_ptr,  # int32 [3]: buffer of this call, programs that have ended in it, 16 bits of the call before
-    ended_ptr,  # int32 [1], not 0: nobody is waited for
-    words,  # of 16 bytes
+    state_ptr,  # int32 [3]: buffer of this call, programs that have ended in it, 16-bit elements of the previous call
+    ended_ptr,  # int32 [1]: not 0 means that no rank is waited for
+    words,  # number of 16-byte words
     rank,
     SIZE: tl.constexpr,
-    CAPACITY: tl.constexpr,  # elements of one rank's part of a buffer
-    BLOCK: tl.constexpr,  # elements of a program
-    EACH: tl.constexpr,  # elements of a word
-    BITS: tl.constexpr,  # the integers as wide as an element
-    NOTHING: tl.constexpr,  # the pattern of what has not come
-    INSTEAD: tl.constexpr,  # what is given in its place
+    CAPACITY: tl.constexpr,  # elements of one rank's tensor in a buffer
+    BLOCK: tl.constexpr,  # elements per program
+    EACH: tl.constexpr,  # elements per word
+    BITS: tl.constexpr,  # integer type of an element's width
+    NOTHING: tl.constexpr,  # bit pattern of an element that has not arrived
+    INSTEAD: tl.constexpr,  # bit pattern sent instead of NOTHING
     ONTO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum in float32, in the order of ranks, and round once. Grid (cdiv(words * EACH, BLOCK)), all of which must run at once."""
+    """All-reduce in float32, in the order of ranks, rounded once. Grid (cdiv(words * EACH, BLOCK)); all programs must run at
+    once.
+    """
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
-    # A product tells the compiler that no word is cut, so that it copies words. Of an argument tl.multiple_of tells it nothing:
-    # elements were copied, and 512 KB took two H100 18 us.
+    # The multiplication shows the compiler that the mask never splits a word, so that it copies whole words. tl.multiple_of on an
+    # argument has no effect here: single elements were copied, and 512 KB took two H100 18 us.
     count = words * EACH
     inside = at < count
     if PDL:
@@ -81,7 +84,7 @@ def sum_over_ranks(
         tl.store(onto_ptr + at, total.to(x.dtype), mask=inside)
     else:
         tl.store(y_ptr + at, total.to(x.dtype), mask=inside)
-    shorts: tl.constexpr = 8 // EACH  # 16 bits, in an element
+    shorts: tl.constexpr = 8 // EACH  # 16-bit units per element
     before = tl.multiple_of(tl.load(state_ptr + 2), 8)
     emptied = _buffers(buffers_ptr + rank, tl.int16) + (buffer + 2) % 3 * (SIZE * CAPACITY * shorts)
     for start in range(program * BLOCK, before, tl.num_programs(0) * BLOCK):
@@ -91,7 +94,7 @@ def sum_over_ranks(
             tl.store(emptied + (other * CAPACITY * shorts + short), nothing, mask=short < before)
     tl.debug_barrier()
     ended = tl.atomic_add(state_ptr + 1, 1, sem="relaxed", scope="gpu")
-    if ended == tl.num_programs(0) - 1:  # all have read the state
+    if ended == tl.num_programs(0) - 1:  # all programs have read the state
         tl.store(state_ptr + 1, 0)
         tl.store(state_ptr + 2, words * 8)
         tl.store(state_ptr, (buffer + 1) % 3)
@@ -103,24 +106,24 @@ def _buffers(address_ptr, BITS: tl.constexpr):
 
 
 CAPACITY: Final = 2**19
-"""Bytes of the largest tensor that is summed: larger ones are faster by NCCL, and all programs of a launch must run at once."""
+"""Largest tensor in bytes. NCCL is faster for larger ones, and all programs of a launch must run at once."""
 NOTHING: Final = 0x8000
-"""What every 16 bits of shared memory hold at first."""
+"""Initial value of every 16 bits of shared memory."""
 _BLOCK_BYTES: Final = 4096
 _WORD: Final = 16
-"""Bytes that are read and written at once: tensors are made of such words."""
-_WIDE: Final = (tl.int32, -0x7FFF8000, -0x7FFF7FFF)  # a tiny number for another tiny number
-_NARROW: Final = (tl.int16, -0x8000, 0)  # 0 for -0
+"""Bytes per load and store. A tensor's size must be a multiple of this."""
+_WIDE: Final = (tl.int32, -0x7FFF8000, -0x7FFF7FFF)  # sends one tiny (denormal) number instead of another
+_NARROW: Final = (tl.int16, -0x8000, 0)  # sends 0 instead of -0
 _BITS: Final = {torch.float32: _WIDE, torch.bfloat16: _NARROW, torch.float16: _NARROW}
 
 
 def shared_bytes(size: int) -> int:
-    """Bytes that each of so many ranks shares with the others."""
+    """Return the bytes that each of `size` ranks shares with the others."""
     return 3 * size * CAPACITY
 
 
 class OneShotAllReduce(AllReduceKernel):
-    """An all-reduce of one launch, in whose memory every rank writes; it can be captured in a CUDA graph."""
+    """All-reduce in one launch through memory that every rank can write. It can be captured in a CUDA graph."""
 
     name = "one_shot"
     capabilities = AllReduceCapabilities(types=tuple(_BITS), max_bytes=CAPACITY)
@@ -128,7 +131,7 @@ class OneShotAllReduce(AllReduceKernel):
 
     @classmethod
     def supports(cls, spec: RankGroup) -> Support:
-        """See `AllReduceKernel`: every GPU must reach the memory of every other one."""
+        """Return whether every GPU of the group can access the memory of all others."""
         if not (claimed := super().supports(spec)):
             return claimed
         if (disabled := os.environ.get("NCCL_P2P_DISABLE", "0")) != "0":
@@ -156,10 +159,11 @@ class OneShotAllReduce(AllReduceKernel):
         side: torch.cuda.Stream | None = None,
         block_bytes: int = _BLOCK_BYTES,
     ) -> None:
-        """addresses: of every rank's shared memory, as this device reaches it, filled with NOTHING; keeps: what holds it.
+        """Prepare the state of a rank.
 
-        side: a stream on which nothing else runs, so that `abort` gets through beside a launch that waits; a GPU needs one.
-        block_bytes: of a program, a power of two.
+        addresses: address of every rank's shared memory on this device, filled with NOTHING. keeps: object that owns the
+            memory. side: a stream without other work, so that `abort` can run while a launch waits; required on a GPU.
+            block_bytes: bytes per program, a power of two.
         """
         self._block_bytes = block_bytes
         self._rank = rank
@@ -173,11 +177,11 @@ class OneShotAllReduce(AllReduceKernel):
         self._side = side
 
     def takes(self, x: Tensor) -> bool:
-        """See `AllReduceKernel`: whole words."""
+        """Return whether a tensor is supported: contiguous, not empty, and a multiple of 16 bytes."""
         return super().takes(x) and x.nbytes > 0 and x.nbytes % _WORD == 0 and x.is_contiguous()
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum of x over ranks; with `onto`, that with the sum added, in place, rounded once."""
+        """Return the sum of x over ranks, in place. With `onto`, add the sum to `onto` in place, rounded once, and return it."""
         adds = onto is not None
         launch = self._launchers.get((x.dtype, adds))
         if launch is None:
@@ -209,6 +213,6 @@ class OneShotAllReduce(AllReduceKernel):
         return y
 
     def abort(self) -> None:
-        """Have launches that wait for other ranks end, with whatever sum; any thread may do so."""
+        """End launches that wait for other ranks; their sums are undefined. Thread-safe."""
         with torch.cuda.stream(self._side):
             self._ended.fill_(1)

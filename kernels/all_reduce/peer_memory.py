@@ -1,7 +1,7 @@
-"""Memory of this rank's GPU that the other ranks' GPUs read and write, by the handles that CUDA passes between processes.
+"""GPU memory that all ranks can read and write, shared between processes through CUDA IPC handles.
 
-The driver is called by name, since its functions have kept their form since CUDA 4. torch's symmetric memory does the same, but
-counts exchanges in a number of the process: one whose engine is its second would not find ranks of new processes.
+The driver is called through ctypes: the signatures of these functions have not changed since CUDA 4. torch's symmetric memory
+numbers its exchanges per process, so a process that starts its second engine would not find the ranks of new processes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Memory that all ranks share, as this rank reaches it. It is given back with the object."""
+    """Memory that all ranks share, at this rank's addresses. It is freed with the object."""
 
     def __init__(self, group: RankGroup, num_bytes: int, word: int) -> None:
-        """Allocate `num_bytes` on every rank; every rank calls, each on a GPU of its own.
+        """Allocate `num_bytes` on every rank. All ranks must call this, each with a different GPU.
 
-        word: what every 16 bits hold at first.
-
-        :raises RuntimeError: the driver refuses.
+        word: initial value of every 16 bits.
+        :raises RuntimeError: if the driver refuses.
         """
         driver, rank, size, device, store = _driver(), group.rank, group.size, group.device, group.store
         with torch.cuda.device(device):
-            torch.cuda.synchronize(device)  # makes torch's context
+            torch.cuda.synchronize(device)  # creates torch's context
             own, handle = ctypes.c_uint64(), _Handle()
             _check(driver, driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)))
             addresses = [0] * size
@@ -51,7 +50,7 @@ class PeerMemory:
                     _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, _LAZY_PEER_ACCESS))
                     addresses[other] = address.value
         self.addresses: Sequence[int] = addresses
-        """Where this rank's GPU reaches each rank's memory."""
+        """Address of each rank's memory on this rank's GPU."""
 
 
 def _key(rank: int) -> str:

@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, grouped products, and the choice between ways of computing them."""
+"""Mixture of experts (MoE): routing, grouped GEMM kernels, and the choice between them."""

@@ -1,4 +1,4 @@
-"""Layers of experts bound to kernels: those that can serve a kind of layer, and the one for each number of tokens."""
+"""MoE layers bound to kernels: the candidates for each kind of layer, and the kernel for each number of tokens."""
 
 from __future__ import annotations
 
@@ -31,26 +31,31 @@ AUTO = "auto"
 
 @dataclass
 class ExpertsOptions:
-    """The kernels that a model's layers of experts may have."""
+    """Options for the kernels of a model's MoE layers."""
 
     able: Callable[[str], Sequence[type[ExpertsKernel]]] = builtin_classes
-    """Device type -> the classes that can run there, the first preferred. Called when a layer of experts is loaded."""
+    """Maps a device type to the kernel classes available on it, in order of preference. Called when a layer of experts is
+    loaded.
+    """
     requested: str = AUTO
-    """Name of the kernel that the user wants; auto: the fastest, or where nothing was measured the one that a rule names."""
+    """Name of the kernel that the user requested. auto means the fastest measured kernel, or a rule's if nothing was measured."""
     refusals: dict[ExpertsSpec, Support] = field(default_factory=dict)
-    """Why the requested kernel does not serve some layers."""
+    """Reasons why the requested kernel does not support some layers."""
     specs: Counter[ExpertsSpec] = field(default_factory=Counter)
-    """Number of layers of each kind that were bound."""
+    """Number of bound layers of each kind."""
     invariant: bool = False
-    """True if only those of third parties take part whose tokens do not depend on each other's number (deterministic mode)."""
+    """True if third parties' kernels are used only if they are batch-invariant (deterministic mode)."""
 
     def reads(self, weight_format: str, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether a third party's kernel claims weights of a format, which are then kept as the checkpoint has them."""
+        """Return whether a third party's kernel claims a weight format, so that such weights stay in the checkpoint's format."""
         claims = [each.capabilities for each in self.able(device.type) if not is_own(each)]
         return any(weight_format in each.formats and dtype in each.dtypes and device.type in each.devices for each in claims)
 
     def check(self) -> None:
-        """:raises UnsupportedError: a kernel was requested, and it can serve none of the model's layers."""
+        """Check that the requested kernel, if any, supports a layer of the model.
+
+        :raises UnsupportedError: if it supports none.
+        """
         if self.requested == AUTO or len(self.specs) > len(self.refusals):
             return
         none = Support.no("model", "layers of experts", "one without")
@@ -59,33 +64,35 @@ class ExpertsOptions:
 
 
 def is_own(kernel: type[ExpertsKernel]) -> bool:
-    """Return whether a kernel is one of Headway's."""
+    """Return whether a kernel is one of Headway's own."""
     return issubclass(kernel, TorchExperts | RoutedKernel)
 
 
 class Experts(Protocol):
-    """A layer of experts."""
+    """A layer of experts (MoE)."""
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the residual stream with what the experts of its normed rows add.
+        """Return the residual stream plus the experts' output for its normed rows.
 
-        x: [num_tokens, hidden_size], the residual stream; onto: what they add to in its place; that is used up.
+        x: [num_tokens, hidden_size], the residual stream. onto: added to instead of x, and may be overwritten.
         """
 
 
 Make = Callable[[type[ExpertsKernel], ExpertsSpec, dict[Any, Any]], ExpertsKernel | None]
-"""Makes an instance of a kernel's class with what the kernels of a kind of layers share; None if it takes no part here."""
+"""Factory of a kernel, given the objects that kernels of one kind of layers share. Returns None if the kernel is not used
+here.
+"""
 
 
 Call = Callable[[Tensor, Tensor], None]
-"""(x, out): add to `out` what the experts of x's normed rows give."""
+"""(x, out): add the experts' output for the normed rows of x to `out`."""
 
 
 class ExpertsLayers:
-    """Makes the layers of experts of one model. Layers of one spec share kernels, and the choice between them."""
+    """Factory for the MoE layers of one model. Layers of one spec share kernels and the choice between them."""
 
     def __init__(self, options: ExpertsOptions, front: Callable[[ExpertsConfig], Front], make: Make) -> None:
-        """front: norms and routes."""
+        """Prepare the factory. front: makes the norm and router of a layer."""
         self._options = options
         self._front = front
         self._make = make
@@ -94,20 +101,20 @@ class ExpertsLayers:
     def bind(self, config: ExpertsConfig, weights: RoutedWeights, norm: Any) -> BoundExperts:
         """Return a layer that is ready to be called.
 
-        :raises PluginError: the kernel that was requested cannot be made or prepared.
+        :raises PluginError: if the requested kernel cannot be made or prepared.
         """
         spec = spec_of(config, weights)
         self._options.specs[spec] += 1
         return self.kind(spec).bind(weights, norm)
 
     def kind(self, spec: ExpertsSpec) -> ExpertsKind:
-        """Return the layers of a spec, with the kernels that can serve them, made at the first call."""
+        """Return the layers of a spec, with their candidate kernels, made at the first call."""
         if spec not in self._kinds:
             self._kinds[spec] = self._kind(spec)
         return self._kinds[spec]
 
     def _kind(self, spec: ExpertsSpec) -> ExpertsKind:
-        """Make the kernels that can serve a spec. A third party's that raises is left out with a warning."""
+        """Make the kernels that support a spec. A third party's kernel that raises is skipped with a warning."""
         requested, kernels, shared = self._options.requested, list[ExpertsKernel](), dict[Any, Any]()
         refused = dict[str, Support]()
         for each in self._options.able(spec.device.type):
@@ -136,7 +143,7 @@ class ExpertsLayers:
 
 
 class KernelRaisedError(Exception):
-    """A third party's kernel raised in a step."""
+    """An exception that a third party's kernel raised in a step."""
 
     def __init__(self, kernel: ExpertsKernel, error: Exception) -> None:
         self.kernel = kernel
@@ -144,7 +151,9 @@ class KernelRaisedError(Exception):
 
 
 class ExpertsKind:
-    """The layers of experts of one spec. On a GPU no call of a built-in synchronises or looks at values, so graphs can own it."""
+    """MoE layers of one spec. Built-in GPU kernels never synchronise or read values on the host, so CUDA graphs can capture
+    them.
+    """
 
     def __init__(
         self,
@@ -155,8 +164,11 @@ class ExpertsKind:
         refused: Mapping[str, Support] | None = None,
         fixed: bool = False,
     ) -> None:
-        """kernels: those that can serve, the first preferred. refused: the other kernels, and why not. fixed: times decide
-        nothing (deterministic mode)."""
+        """Prepare the kind.
+
+        kernels: the candidates, in order of preference. refused: reasons against the other kernels. fixed: True if measured
+            times are ignored (deterministic mode).
+        """
         self.fixed = fixed
         self.spec = spec
         self.front = front
@@ -164,15 +176,15 @@ class ExpertsKind:
         self.kernels = {each.name: each for each in kernels if any(map(each.runs, TOKEN_COUNTS))}
         self.refused = dict(refused or {})
         self.example: RoutedWeights | None = None
-        """The weights of one layer, to measure with; None if there is nothing to choose from."""
+        """Weights of one layer, for measurements. None if there is only one kernel."""
         self._bound: list[ref[BoundExperts]] = []
         self.times: AxisTimes | None = None
-        """Measured times, by which the kind chooses; None: a rule does."""
+        """Measured times that select the kernel. None means that a rule selects it."""
         self._chosen: dict[int, ExpertsKernel] = {}
 
     @property
     def config(self) -> ExpertsConfig:
-        """The layers' numbers."""
+        """Configuration of the layers."""
         return self.spec.config
 
     @property
@@ -182,27 +194,27 @@ class ExpertsKind:
 
     @property
     def device(self) -> torch.device:
-        """Where the layers are computed."""
+        """Device of the layers."""
         return self.spec.device
 
     @property
     def forms(self) -> tuple[str, str]:
-        """Formats of the layers' two weights in words; empty: plain."""
+        """Names of the quantization formats of the two weights. Empty means dense."""
         first, second = ("" if each.name == "plain" else str(each) for each in (self.spec.gate_up, self.spec.down))
         return first, second
 
     @property
     def chooses(self) -> bool:
-        """True if there is more than one kernel to choose from."""
+        """True if there is more than one candidate kernel."""
         return len(self.kernels) > 1
 
     @property
-    def guests(self) -> list[ExpertsKernel]:
-        """The kernels of third parties."""
+    def third_party(self) -> list[ExpertsKernel]:
+        """Kernels of third parties."""
         return [each for each in self.kernels.values() if not is_own(type(each))]
 
     def bind(self, weights: RoutedWeights, norm: Any) -> BoundExperts:
-        """Return a layer of this kind, whose weights are kept as they are only while another kernel may need them."""
+        """Return a layer of this kind. Its original weights are kept only while another kernel may need them."""
         layer = BoundExperts(self, weights, norm)
         if not self.chooses:
             layer.settle(self.kernels.values())
@@ -216,11 +228,11 @@ class ExpertsKind:
         return [layer for each in self._bound if (layer := each()) is not None]
 
     def serving(self, num_tokens: int) -> list[ExpertsKernel]:
-        """Return the kernels that take part in steps of this many tokens."""
+        """Return the kernels that run this number of tokens."""
         return [each for each in self.kernels.values() if each.runs(num_tokens)]
 
     def kernel_for(self, num_tokens: int) -> ExpertsKernel:
-        """Return the kernel of a number of tokens: the requested one, the fastest, or the one that a rule names."""
+        """Return the kernel for a number of tokens: the requested one, the fastest, or the one that a rule selects."""
         if num_tokens not in self._chosen:
             able = {each.name: each for each in self.serving(num_tokens)}
             name = self.requested if self.requested in able else None
@@ -229,15 +241,15 @@ class ExpertsKind:
             self._chosen[num_tokens] = able[name] if name else next(iter(likely or able.values()))
         return self._chosen[num_tokens]
 
-    def obey(self, times: AxisTimes) -> None:
-        """Choose by measured times from now on."""
+    def use_times(self, times: AxisTimes) -> None:
+        """Use measured times to select kernels from now on."""
         self.times = times
         self._rebind()
 
     def leave_out(self, name: str, why: str, error: BaseException | None = None) -> None:
-        """Take a third party's kernel, or one whose answer was wrong, out of the choice.
+        """Remove a kernel from the candidates because it failed or gave a wrong result.
 
-        :raises BackendError: it is the one that was requested.
+        :raises BackendError: if it is the requested kernel.
         """
         if name == self.requested:
             raise BackendError(f"experts kernel {name}: {why}") from error
@@ -247,7 +259,7 @@ class ExpertsKind:
         self._rebind()
 
     def leave_out_raised(self, raised: KernelRaisedError) -> None:
-        """Take a kernel that raised out of the choice, as `leave_out`."""
+        """Remove a kernel that raised from the candidates, like `leave_out`."""
         log_traceback(f"experts kernel {raised.kernel.name}", raised.error)
         self.leave_out(raised.kernel.name, f"it raised {type(raised.error).__name__}: {raised.error}", raised.error)
 
@@ -257,10 +269,12 @@ class ExpertsKind:
             layer.rebind()
 
     def prepare(self) -> int:
-        """Prepare all layers' weights for the kernels that serve; bytes that arrangements of Headway's kernels take besides."""
+        """Prepare all layers' weights for the selected kernels. Return the bytes that Headway's kernels need besides the
+        weights.
+        """
         serving = dict.fromkeys(map(self.kernel_for, TOKEN_COUNTS))
         if self.device.type == "cpu" and all(is_own(type(each)) for each in serving):
-            self.kernels = {each.name: each for each in serving}  # so that no layer holds its weights twice
+            self.kernels = {each.name: each for each in serving}  # avoids storing a layer's weights twice
             self.example = None
         try:
             for layer in self._layers:
@@ -270,20 +284,20 @@ class ExpertsKind:
             return self.prepare()
         weights = [layer.weights for layer in self._layers if layer.weights is not None]
         own = [each for each in serving if isinstance(each, RoutedKernel)]
-        return max((sum(map(each.extra_bytes, weights)) for each in own), default=0)  # they share it
+        return max((sum(map(each.extra_bytes, weights)) for each in own), default=0)  # kernels share this memory
 
     @property
     def source(self) -> str:
-        """Where the choice comes from, in words."""
+        """Origin of the choice, for messages."""
         source = "not measured" if self.times is None else self.times.source
         return source if self.requested == AUTO else f"{self.requested} was asked for"
 
     def changes(self) -> dict[int, str]:
-        """Return, for each number of tokens at which the choice changes, the kernel from there on."""
+        """Return the kernel from each number of tokens at which the choice changes."""
         return TOKENS.changes(lambda count: self.kernel_for(count).name)
 
     def describe(self) -> str:
-        """Return the kernel of each range of token counts, and the source of the choice, in words."""
+        """Describe the kernel for each range of token counts, and the origin of the choice."""
         told = TOKENS.describe(self.changes(), self.source)
         if self.forms == ("", ""):
             return told
@@ -295,34 +309,34 @@ class ExpertsKind:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that the expanded weights of a layer take."""
+        """Bytes of a layer's dequantized weights."""
         config, hidden = self.config, self.spec.hidden_size
         sizes = (self.forms[0], config.up_size), (self.forms[1], config.intermediate_size)
         return sum(config.num_all * hidden * rows * self.dtype.itemsize for form, rows in sizes if form)
 
 
 class BoundExperts:
-    """One layer: its norm, its router, and for each number of tokens a call of the kernel that serves it."""
+    """One layer of experts: its norm, its router, and a bound kernel for each number of tokens."""
 
     def __init__(self, kind: ExpertsKind, weights: RoutedWeights, norm: Any) -> None:
         self.kind = kind
         self.weights: RoutedWeights | None = weights
-        """Weights for kernels that have not prepared their own arrangement; None once no kernel needs them."""
+        """Weights for kernels that are not prepared yet. None once no kernel needs them."""
         self.route: RouteTokens = kind.front(weights, norm)
         self._prepared: dict[str, Any] = {}
         self._calls: dict[int, Call] = {}
 
     def settle(self, serving: Iterable[ExpertsKernel]) -> None:
-        """Prepare the weights for the kernels that serve. On a CPU the one that is left has its own copy: the rest is dropped."""
+        """Prepare the weights for the selected kernels. On a CPU, the last kernel has its own copy and the original is freed."""
         for kernel in serving:
             self.prepared(kernel)
         if not self.kind.chooses and self.kind.device.type == "cpu":
             self.weights = None
 
     def prepared(self, kernel: ExpertsKernel) -> Any:
-        """Return what a kernel made of the weights, making it first if it has not been made.
+        """Return the weights as prepared for a kernel, at the first call by preparing them.
 
-        :raises KernelRaisedError: a third party's kernel raised.
+        :raises KernelRaisedError: if a third party's kernel raised.
         """
         if kernel.name not in self._prepared:
             assert self.weights is not None
@@ -335,42 +349,42 @@ class BoundExperts:
         return self._prepared[kernel.name]
 
     def bind_as(self, other: BoundExperts) -> None:
-        """Prepare new weights for the kernels for which those of another layer of the kind are prepared."""
+        """Prepare this layer's weights for the same kernels as another layer of the kind."""
         for kernel in other._kernels():
             self.prepared(kernel)
         if other.weights is None:
             self.weights = None
 
     def update(self, built: BoundExperts) -> None:
-        """Write what third parties' kernels have prepared of new weights (`bind_as`) over what they prepared before.
+        """Overwrite what third parties' kernels prepared with the new weights of `built` (see `bind_as`).
 
-        :raises ConfigError: one of them cannot.
+        :raises ConfigError: if a kernel does not support updates.
         """
         for kernel in self._kernels():
             if not is_own(type(kernel)):
                 kernel.update(self.prepared(kernel), built.prepared(kernel))
 
     def _kernels(self) -> list[ExpertsKernel]:
-        """Kernels for which the weights are prepared."""
+        """Return the kernels for which the weights are prepared."""
         return [kernel for name, kernel in self.kind.kernels.items() if name in self._prepared]
 
     def routed(self, x: Tensor, kernel: ExpertsKernel) -> Routed:
-        """Return normed rows and their experts. x: [num_tokens, hidden_size], the residual stream."""
+        """Return the normed rows and their experts. x: [num_tokens, hidden_size], the residual stream."""
         return self.route(x, not isinstance(kernel, RoutedKernel) or kernel.sorts)
 
     def add(self, kernel: ExpertsKernel, routed: Routed, out: Tensor) -> None:
-        """Add to `out`, in place, what a kernel computes of routed rows."""
+        """Add a kernel's output for routed rows to `out`, in place."""
         if isinstance(kernel, RoutedKernel):
             kernel.add(routed, self.prepared(kernel), out)
         else:
             kernel.apply(routed.x, routed.experts, routed.weights, self.prepared(kernel), out)
 
     def rebind(self) -> None:
-        """Ask again which kernel serves how many tokens."""
+        """Forget the selected kernels, so that the next step selects them again."""
         self._calls.clear()
 
     def _call(self, kernel: ExpertsKernel) -> Call:
-        """Return a kernel as a call, which raises KernelRaisedError if a third party's raises."""
+        """Return a call of a kernel that raises KernelRaisedError if a third party's kernel raises."""
         route, weights = self.route, self.prepared(kernel)
         if isinstance(kernel, RoutedKernel):
             add, sorts = kernel.add, kernel.sorts
@@ -388,11 +402,10 @@ class BoundExperts:
         return call
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Add what the experts of x's normed rows give to `onto`, or to x itself, in place, and return it.
+        """Add the experts' output for the normed rows of x to `onto`, or to x itself, in place, and return the sum.
 
-        x: [num_tokens, hidden_size], the residual stream. A third party's kernel that raises is replaced by the next one.
-
-        :raises BackendError: the requested kernel raised.
+        x: [num_tokens, hidden_size], the residual stream. A third party's kernel that raises is replaced by the next candidate.
+        :raises BackendError: if the requested kernel raised.
         """
         out, count = x if onto is None else onto, len(x)
         if count:

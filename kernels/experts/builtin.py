@@ -1,4 +1,4 @@
-"""The kernels for layers of experts that Headway brings, their variants, and the rule among them. Nothing here needs Triton."""
+"""Registrations of Headway's MoE kernels and their variants, and the rule among them. Importing this needs no Triton."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsK
 from headway.core.select.costs import CountAxis
 
 TOKEN_COUNTS = tuple(2**n for n in range(14))
-"""Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""
+"""Measured numbers of tokens. Any other number uses the choice of the nearest one, by ratio."""
 TOKENS = CountAxis("tokens", TOKEN_COUNTS, nearest=True)
 
 
 def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
-    """What the name of the method begins with that is taken without a measurement, by how many pairs an expert has on average.
+    """Return name prefixes of kernels to use without a measurement, by the average number of pairs per expert, best first.
 
-    The first of which there is a method that takes so many tokens.
+    The caller uses the first prefix that matches a kernel for this number of tokens.
     """
     num_tokens = TOKEN_COUNTS[TOKENS.cell(num_tokens)]
     pairs = num_tokens * config.num_slots / config.num_all
@@ -34,22 +34,22 @@ def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiling:
-    """How the grouped products are cut."""
+    """Tile sizes of a grouped GEMM."""
 
     block_m: int
     block_n: int
-    """Outputs of a tile of the down product; the gated one, which has two of everything, takes half of it above 64 rows."""
+    """Outputs of a tile of the down projection. Above 64 rows, the gate/up projection, which computes two tiles, uses half."""
     block_k: int
     warps: int
     stages: int
     swapped: bool = False
     whole: bool = False
-    """For at most block_m tokens, all of which make up each expert's tile: they need no order."""
+    """True for at most block_m tokens, which all are in each expert's tile: pairs need no sorting."""
     group_m: int = 8
 
     @property
     def name(self) -> str:
-        """Name of the kernel of these tiles."""
+        """Name of the kernel with these tiles."""
         sizes = f"{self.block_m}x{self.block_n}x{self.block_k}"
         return f"triton.tiles{sizes}{'.swapped' if self.swapped else ''}{'.whole' if self.whole else ''}"
 
@@ -87,32 +87,32 @@ _QUANTIZED = (
     _swapped(128, 64, 128, 4, 3),
 )
 PLAIN_TILINGS = {tiling.name: tiling for tiling in _PLAIN}
-"""Tilings over plain weights. The first of each number of rows serves where nothing was measured."""
+"""Tilings over dense weights. The first with a given number of rows is the default without measurements."""
 QUANTIZED_TILINGS = {tiling.name: tiling for tiling in _QUANTIZED}
-"""The same over quantised weights; `block_k` columns of them."""
+"""Tilings over quantized weights. `block_k` counts columns, not bytes."""
 INVARIANT, QUANTIZED_INVARIANT = ExpertTiling(64, 128, 64, 4, 4), _swapped(64, 64, 128, 4, 3)
-"""Tiles for any number of tokens where a token's bits must not depend on it."""
+"""Tiles for any number of tokens in deterministic mode (batch-invariant)."""
 ROW_WARPS = {"triton.rows": 1, "triton.rows.4warps": 4}
-"""Warps of a program of the row kernels over quantised weights. The first also computes plain ones."""
+"""Warps per program of the GEMV kernels over quantized weights. The first one also supports dense weights."""
 EXPANDED = ("triton.tiles128x128x64", "triton.tiles128x256x64", "torch.grouped_mm")
-"""Kernels over plain weights for which quantised ones may be expanded."""
-CUDA_ROWS, CUDA_LOTS = (8, 16), (8, 16, 32, 64)
-"""Most rows of one expert that are multiplied together; larger ones read a weight fewer times, and have less room for it."""
+"""Kernels over dense weights that can also run after quantized weights are dequantized."""
+SKINNY_TILE_ROWS, GROUPED_TILE_ROWS = (8, 16), (8, 16, 32, 64)
+"""Maximum rows per tile of one expert. Larger tiles read a weight fewer times, but leave less shared memory for its ring."""
 
 _GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-"""Devices of kernels for GPUs, which Triton's interpreter runs anywhere."""
+"""Device types of GPU kernels. Triton's interpreter runs them on any device."""
 _TRITON, _CUDA = "headway[triton]", "headway[cuda]"
 
 
 def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
-    """Yield the registrations of Headway's kernels, in the order of a rule that names several."""
+    """Yield the registrations of Headway's kernels, in the order of preference."""
 
     def info(name: str, summary: str, place: str, extra: str = "", *arguments: object) -> ExpertsKernelInfo:
         devices = _GPUS if extra else ("cpu", "meta")
         return ExpertsKernelInfo(name, summary, partial(_load, place, arguments), extra, devices=devices, api_version=API_VERSION)
 
     yield info("torch", "one expert after the other by torch's products, on a CPU", "plain:TorchExperts")
-    for rows in CUDA_ROWS:
+    for rows in SKINNY_TILE_ROWS:
         name, summary = f"cuda.rows{rows}", f"up to {rows} rows of an expert over quantised weights in CUDA C++"
         yield info(name, summary, "cuda_rows:cuda_rows", _CUDA, rows)
     for name in ROW_WARPS:
@@ -122,25 +122,25 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
     yield info("torch.grouped_mm", "torch's grouped product over sorted pairs, bfloat16", "tiles:GroupedMM", _TRITON)
     for name in EXPANDED:
         yield info(f"dequantize+{name}", f"weights expanded for {name}", "tiles:dequantizing", _TRITON, name)
-    for rows in CUDA_LOTS:
+    for rows in GROUPED_TILE_ROWS:
         name, summary = f"cuda.lots{rows}", f"up to {rows} rows of an expert over quantised weights by wgmma (H100)"
-        yield info(name, summary, "cuda_lots:cuda_lots", _CUDA, rows)
+        yield info(name, summary, "cuda_grouped_gemm:cuda_grouped_gemm", _CUDA, rows)
 
 
 def _load(place: str, arguments: tuple[object, ...]) -> Any:
-    """Return a kernel's class, or what a function makes of the arguments. place: its module below this folder, and its name."""
+    """Return a kernel's class, or the result of a function. place: module below this folder, a colon, and the name."""
     found = resolve_name(f"headway.kernels.experts.{place}")
     return found(*arguments) if arguments else found
 
 
 @cache
 def builtin_classes(device_type: str) -> list[type[ExpertsKernel]]:
-    """Return the classes of Headway's kernels that can run on a type of device, for a model that is loaded without a registry."""
+    """Return the classes of Headway's kernels available on a device type, for a model that is loaded without a registry."""
     found = [info.load() for info in builtin_kernels() if device_type in (info.devices or (device_type,))]
     return [each for each in found if each.available()]
 
 
 def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
-    """Blocks of at most block_m rows of one expert that there can be, however pairs are spread over experts."""
+    """Return the maximum number of tiles with at most block_m rows of one expert each, however pairs are distributed."""
     touched = min(num_pairs, num_all)
     return (num_pairs + touched * (block_m - 1)) // block_m

@@ -1,6 +1,6 @@
-"""Experts of few tokens over quantised weights in our CUDA C++: what is compiled for a layer, and its launches.
+"""MoE kernels in CUDA C++ (expert_rows.cu) for few tokens and quantized weights: compilation and launches of the skinny GEMMs.
 
-A decode step's time is that of reading the weights of the experts touched, once each where an expert's tokens fill one lot.
+A decode step takes the time of reading the selected experts' weights. Each is read once if an expert's tokens fit one tile.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ from torch import Tensor
 from headway.core.contract.experts import ExpertsCapabilities, ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import Support
 from headway.core.contract.weights import QuantizedWeight
-from headway.kernels.experts.builtin import CUDA_ROWS
+from headway.kernels.experts.builtin import SKINNY_TILE_ROWS
 from headway.kernels.experts.plain import Routed, RoutedKernel
 from headway.kernels.experts.weights import examples_of
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes
-from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaVariant, warps_bytes
+from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaTiling, CudaVariant, warps_bytes
 from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
 from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Launch
 from headway.kernels.runtime.nvrtc.store import load
 
 MOST_TOKENS = 64
-"""Tokens up to which the kernel computes."""
+"""Maximum number of tokens."""
 _SWISH = 6
 """ACTIVATION of product.cuh: x * sigmoid(ALPHA x)."""
 _WARPS = 8, 12, 6, 10, 4, 2
-"""Warps that may share a sum over K: the first that has slices for nearly all of them, as 8 mostly have."""
+"""Numbers of warps that may split a sum over K. The first one with slices for nearly all warps is used; mostly 8."""
 _ROOM = 220 * 1024
-"""Shared memory of a block of threads."""
+"""Shared memory of a thread block in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """One of a layer's two products, as far as its cut depends on it."""
+    """Properties of one of a layer's two GEMMs that determine its tiling."""
 
     weight: WeightBytes
     out_features: int
-    """Rows of y: of one expert, after the activation."""
+    """Output features of one expert, after the activation."""
     first: bool
-    """Whether rows are those of tokens, and are activated; else they are those of pairs, and each token's are added up."""
-    gated: bool
-    lot: int
-    """Most rows of one expert that are multiplied together."""
-
-
-ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
-"""(product, multiprocessors) -> cut"""
-
-
-def expert_rows_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
-    """Cut a product: as many warps along K as there are slices for, and rings as deep as there is room.
-
-    What is preferred comes from an H100, Qwen3-30B-A3B in FP8 by blocks and gpt-oss-20b in MXFP4: docs/notes/kernels.md.
+    """True for the gate/up projection, whose rows are tokens. False for the down projection, whose rows are pairs that are
+    summed.
     """
-    weight, lot, out_features = product.weight, product.lot, product.out_features
+    gated: bool
+    rows_per_tile: int
+    """Maximum rows of one expert per tile."""
+
+
+ExpertTilingRule = Callable[[ExpertProduct, int], CudaTiling]
+"""(product, number of SMs) -> tiling"""
+
+
+def expert_rows_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTiling:
+    """Return the tiling of a GEMM: as many warps along K as there are slices for, and rings as deep as fit.
+
+    The preferred values were measured on an H100 with Qwen3-30B-A3B in block FP8 and gpt-oss-20b in MXFP4: docs/notes/kernels.md.
+    """
+    weight, rows_per_tile, out_features = product.weight, product.rows_per_tile, product.out_features
     slices = -(-weight.row // SLICE_BYTES)
     preferred = _FIRST if product.first else _LAST
-    tiles, wanted, most_stages, blocks = preferred[bool(weight.half), min(lot, 16)]
+    tiles, wanted, most_stages, blocks = preferred[bool(weight.half), min(rows_per_tile, 16)]
     if not product.gated and out_features <= PART_ROWS * tiles * multiprocessors // 2:
         tiles = 1
     order = (wanted, *(count for count in _WARPS if count != wanted))
     padded = {warps: -(-slices // warps) * warps for warps in order}
     warps = next((count for count in order if padded[count] <= 1.05 * slices), min(order, key=padded.__getitem__))
-    step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * lot * 128)
-    kept = 2 * warps * lot * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
+    step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * rows_per_tile * 128)
+    kept = 2 * warps * rows_per_tile * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
     stages = (_ROOM - kept) // step
-    return CudaCut(tiles, warps, max(2, min(stages, most_stages)), per_multiprocessor=blocks)
+    return CudaTiling(tiles, warps, max(2, min(stages, most_stages)), per_multiprocessor=blocks)
 
 
 _Preferred = dict[tuple[bool, int], tuple[int, int, int, int]]
@@ -85,7 +87,7 @@ _FIRST: _Preferred = {
     (True, 8): (4, 8, 3, 1),
     (True, 16): (4, 4, 4, 1),
 }
-"""(codes of 4 bits, rows of a lot) -> tiles, warps, stages and blocks of threads of a multiprocessor, of that of tokens."""
+"""(4-bit weight, rows per tile) -> tiles, warps, stages and thread blocks per SM, for the gate/up projection."""
 _LAST: _Preferred = {
     (False, 1): (1, 12, 3, 2),
     (False, 8): (1, 12, 3, 2),
@@ -94,15 +96,15 @@ _LAST: _Preferred = {
     (True, 8): (2, 12, 3, 2),
     (True, 16): (2, 8, 3, 2),
 }
-"""Likewise of the product that is added up."""
+"""(4-bit weight, rows per tile) -> tiles, warps, stages and thread blocks per SM, for the down projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertVariant:
-    """All that the kernel is compiled for."""
+    """Everything that the kernel is compiled for."""
 
     each: CudaVariant
-    """The product of one expert."""
+    """GEMM of one expert."""
     experts: int
     slots: int
     first: bool
@@ -112,36 +114,36 @@ class ExpertVariant:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a launch, at most."""
+        """Maximum number of tokens per launch."""
         return 1 if self.each.most_rows == 1 else self.most_tokens
 
     @property
-    def most_lots(self) -> int:
-        """Lots of a launch, at most."""
+    def max_tiles(self) -> int:
+        """Maximum number of expert tiles per launch."""
         pairs, rows = self.tokens * self.slots, self.each.most_rows
         return (pairs + min(pairs, self.experts) * (rows - 1)) // rows
 
     @property
     def tiles(self) -> int:
-        """Tiles of the output, which some blocks of threads have each."""
+        """Output tiles. Thread blocks loop over them."""
         return -(-self.each.out_features // self._outputs)
 
     @property
     def _outputs(self) -> int:
-        return PART_ROWS * self.each.cut.tiles // (2 if self.each.gated else 1)
+        return PART_ROWS * self.each.tiling.tiles // (2 if self.each.gated else 1)
 
     @property
     def lots_bytes(self) -> int:
-        """Size of `struct Lots`."""
+        """Size of `struct Lots` in bytes."""
         pairs = self.tokens * self.slots
-        floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * self.most_lots + 1 + 2 * (self.experts + 1)
+        floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * self.max_tiles + 1 + 2 * (self.experts + 1)
         return 4 + 4 * floats + -(-shorts // 2) * 4
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, as expert_rows.cu adds it up."""
+        """Dynamic shared memory in bytes, matching expert_rows.cu."""
         each, totals = self.each, 0 if self.first else self.tokens * self._outputs * 4
-        return warps_bytes(each.weight, each.most_rows, each.cut, each.scale_dtype.itemsize) + totals + self.lots_bytes
+        return warps_bytes(each.weight, each.most_rows, each.tiling, each.scale_dtype.itemsize) + totals + self.lots_bytes
 
     @property
     def constants(self) -> dict[str, str | int]:
@@ -164,7 +166,7 @@ class ExpertVariant:
 
     @property
     def source(self) -> Variant:
-        """What the compiler is given."""
+        """Source and constants for the compiler."""
         return Variant(CSRC, "expert_rows.cu", tuple(self.constants.items()))
 
 
@@ -172,13 +174,16 @@ def expert_variant(
     config: ExpertsConfig,
     weight: ArrangedWeight,
     dtype: torch.dtype,
-    lot: int,
+    rows_per_tile: int,
     first: bool,
     bias: bool,
     multiprocessors: int,
-    rule: ExpertCutRule = expert_rows_cut,
+    rule: ExpertTilingRule = expert_rows_tiling,
 ) -> ExpertVariant:
-    """Return what is compiled for one of a layer's two products. lot: most rows; 1: of a single token. dtype: of x."""
+    """Return the variant for one of a layer's two GEMMs.
+
+    rows_per_tile: maximum rows per tile; 1 means a single token. dtype: type of x.
+    """
     gated, rows = first and config.gated, len(weight.codes) // config.num_all
     out_features = rows // 2 if gated else rows
     each = CudaVariant(
@@ -186,8 +191,8 @@ def expert_variant(
         weight=weight.described,
         scale_dtype=weight.scales.dtype,
         wide=weight.wide,
-        cut=rule(ExpertProduct(weight.described, out_features, first, gated, lot), multiprocessors),
-        most_rows=lot,
+        tiling=rule(ExpertProduct(weight.described, out_features, first, gated, rows_per_tile), multiprocessors),
+        most_rows=rows_per_tile,
         in_features=weight.described.row * (2 if weight.described.half else 1),
         out_features=out_features,
         norm=None,
@@ -206,13 +211,13 @@ _ROUTED = Struct("=2Q")
 
 
 class _Launcher:
-    """One compiled kernel with its arguments, which a launch copies."""
+    """A compiled kernel with its launch configuration and arguments, which each launch copies."""
 
     def __init__(self, variant: ExpertVariant, device: torch.device, multiprocessors: int) -> None:
-        cut = variant.each.cut
+        tiling = variant.each.tiling
         self.kernel: CompiledKernel = load(variant.source, "expert_rows", device, architecture(device))
         self.kernel.allow_shared(variant.shared_bytes)
-        blocks = multiprocessors * cut.per_multiprocessor
+        blocks = multiprocessors * tiling.per_multiprocessor
         early = torch.cuda.get_device_capability(device) >= (9, 0)
         grid = blocks if variant.first else min(variant.tiles, blocks)
         self.launch = Launch((grid, 1, 1), variant.each.threads, variant.shared_bytes, overlaps=early)
@@ -220,14 +225,14 @@ class _Launcher:
 
 
 class CudaExperts(RoutedKernel):
-    """Common part of the kernels over quantised weights in CUDA C++: lots of rows of one expert, routed token by token."""
+    """Base of the CUDA C++ kernels over quantized weights, which multiply tiles of one expert's rows."""
 
     capabilities = ExpertsCapabilities(
         formats=frozenset({"fp8", "int8", "int4", "mxfp4"}), max_tokens=MOST_TOKENS, biases=True, ungated=True, clamped=True
     )
     sorts = False
-    lot: ClassVar[int]
-    """Most rows of one expert that are multiplied together."""
+    rows_per_tile: ClassVar[int]
+    """Maximum rows of one expert per tile."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
@@ -251,14 +256,14 @@ class CudaExperts(RoutedKernel):
         return support
 
     def extra_bytes(self, weights: ExpertsWeights) -> int:
-        """See RoutedKernel: scales and zeros in another order."""
+        """Return the bytes of the repacked scales and zeros."""
         return self._arranged.num_bytes(weights.gate_up) + self._arranged.num_bytes(weights.down)
 
 
 class CudaRows(CudaExperts):
-    """Lots of rows of one expert, in the order of experts: three launches a layer, for up to MOST_TOKENS tokens.
+    """Skinny GEMMs over tiles of one expert's rows, in the order of experts: three launches per layer, up to MOST_TOKENS tokens.
 
-    A token's bits depend on neither the other tokens nor their number. One thread at a time.
+    A token's bits do not depend on the other tokens or their number. Not thread-safe.
     """
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
@@ -266,8 +271,8 @@ class CudaRows(CudaExperts):
         self._made = cache(lambda variant: _Launcher(variant, spec.device, self._multiprocessors))
 
     def runs(self, num_tokens: int) -> bool:
-        """See ExpertsKernel. Lots larger than the next smaller are left to that one where they cannot be filled."""
-        return num_tokens <= MOST_TOKENS and (self.lot == CUDA_ROWS[0] or num_tokens > self.lot // 2)
+        """Return whether the tile size fits this number of tokens. A smaller tile is used if this one could not be filled."""
+        return num_tokens <= MOST_TOKENS and (self.rows_per_tile == SKINNY_TILE_ROWS[0] or num_tokens > self.rows_per_tile // 2)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
         between = out.new_empty((routed.experts.numel(), self._config.intermediate_size))
@@ -278,30 +283,32 @@ class CudaRows(CudaExperts):
         self, routed: Routed, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, y: Tensor, first: bool
     ) -> None:
         num_tokens, arranged = len(routed.experts), self._arranged(weight)
-        launcher = self._launcher(weight, bias, 1 if num_tokens == 1 else self.lot, first)
+        launcher = self._launcher(weight, bias, 1 if num_tokens == 1 else self.rows_per_tile, first)
         routing = _ROUTED.pack(routed.experts.data_ptr(), routed.weights.data_ptr())
         launcher.arguments.set(pointers_of(x, arranged, bias, y), routing, numpy.int32(num_tokens))
         launcher.kernel(launcher.launch, launcher.arguments)
 
     def prepare(self, weights: ExpertsWeights) -> ExpertsWeights:
-        """Arrange a layer's weights, and compile the kernels that multiply them."""
+        """Repack a layer's scales, and compile the kernels."""
         products = (weights.gate_up, weights.gate_up_bias, True), (weights.down, weights.down_bias, False)
         for weight, bias, first in products:
-            for lot in {1, self.lot} if self.runs(1) else {self.lot}:
-                self._launcher(weight, bias, lot, first)
+            for rows_per_tile in {1, self.rows_per_tile} if self.runs(1) else {self.rows_per_tile}:
+                self._launcher(weight, bias, rows_per_tile, first)
         return weights
 
-    def _launcher(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, lot: int, first: bool) -> _Launcher:
+    def _launcher(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, rows_per_tile: int, first: bool) -> _Launcher:
         arranged, dtype = self._arranged(weight), self.spec.dtype
-        return self._made(expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors))
+        return self._made(
+            expert_variant(self._config, arranged, dtype, rows_per_tile, first, bias is not None, self._multiprocessors)
+        )
 
 
-def cuda_rows(lot: int) -> type[CudaRows]:
-    """Return the class of a kernel of CUDA_ROWS."""
-    return type("CudaRows", (CudaRows,), {"name": f"cuda.rows{lot}", "lot": lot})
+def cuda_rows(rows_per_tile: int) -> type[CudaRows]:
+    """Return the kernel class with tiles of `rows_per_tile` rows, from SKINNY_TILE_ROWS."""
+    return type("CudaRows", (CudaRows,), {"name": f"cuda.rows{rows_per_tile}", "rows_per_tile": rows_per_tile})
 
 
 def pointers_of(x: Tensor, weight: ArrangedWeight, bias: Tensor | None, y: Tensor) -> bytes:
-    """Return `struct Pointers` of a product without norm and rotation."""
+    """Return `struct Pointers` for a GEMM without norm and rotary embedding."""
     read = x, weight.codes, weight.scales, weight.zeros, None, bias, y
     return POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in read], *[0] * 5)

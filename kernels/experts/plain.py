@@ -1,4 +1,4 @@
-"""Routing and experts by torch's operations, one expert after the other: for a CPU, and as the reference of the kernels."""
+"""Routing and experts (MoE) by torch's operations, one expert after the other, for CPUs and as a reference for the kernels."""
 
 from __future__ import annotations
 
@@ -20,56 +20,58 @@ from headway.kernels.linear.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The normed rows of a step and their experts."""
+    """Normed rows of a step and their experts."""
 
     x: Tensor
-    """[num_tokens, hidden_size], normed"""
+    """[num_tokens, hidden_size]: normed rows."""
     experts: Tensor
     """int32 [num_tokens, num_slots]"""
     weights: Tensor
     """float32 [num_tokens, num_slots]"""
     counts: Tensor | None = None
-    """int32 [tiles, num_all], pairs of each expert in each tile of `block_t` tokens; None: the router has counted nothing."""
+    """int32 [tiles, num_all]: pairs of each expert in each tile of `block_t` tokens. None if the router did not count them."""
     block_t: int = 0
 
 
 RouteTokens = Callable[[Tensor, bool], Routed]
-"""(residual stream [num_tokens, hidden_size], whether pairs will be sorted) -> its normed rows and their experts."""
+"""(residual stream [num_tokens, hidden_size], whether pairs will be sorted) -> normed rows and their experts."""
 Front = Callable[[RoutedWeights, Any], RouteTokens]
-"""(weights of a layer, its norm) -> what norms and routes its tokens."""
+"""(weights of a layer, its norm) -> function that norms and routes its tokens."""
 
 
 class RoutedKernel(ExpertsKernel):
-    """A kernel of Headway's own on a GPU. The engine calls `add`, which also gets what the router has counted on its way."""
+    """A GPU kernel of Headway's own. The engine calls `add`, which also receives the router's counts."""
 
     graph_level = GraphLevel.ANY
     sorts: ClassVar[bool] = True
-    """Whether the kernel sorts pairs by expert, for which the router counts them where there are many."""
+    """True if the kernel sorts pairs by expert; the router then counts them if there are many."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
-        """shared: objects that the kernels of one kind of layers have in common, by whatever key; None: nothing is shared."""
+        """Prepare the kernel. shared: objects that the kernels of one kind of layers share, by any key. None means that nothing
+        is shared.
+        """
         super().__init__(spec)
         self.shared = {} if shared is None else shared
 
     @abstractmethod
     def add(self, routed: Routed, weights: Any, out: Tensor) -> None:
-        """Add what the experts give to `out` [num_tokens, hidden_size], in place. weights: what `prepare` returned."""
+        """Add the experts' output to `out` [num_tokens, hidden_size], in place. weights: result of `prepare`."""
 
     def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: Any, out: Tensor) -> None:
         self.add(Routed(x, experts, scores), weights, out)
 
     def extra_bytes(self, weights: ExpertsWeights) -> int:
-        """Return the bytes that a layer's arrangement takes besides the weights; kernels that share one return the same."""
+        """Return the bytes that a layer needs besides its weights. Kernels that share this memory return the same number."""
         return 0
 
 
 TINY = 1e-20
-"""Added to the sum that weights are divided by, for sigmoids that are all 0 (as DeepSeek-V3 does)."""
+"""Term added to the sum that divides the weights, in case all sigmoids are 0 (as in DeepSeek-V3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The slots of every token: the routed experts in the order of their scores, then the shared ones."""
+    """Slots of every token: the routed experts in the order of their scores, then the shared ones."""
 
     experts: Tensor
     """int32 [num_tokens, num_slots]"""
@@ -79,21 +81,22 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """The pairs (token, slot) sorted by expert, tokens of one expert in their order. Pair p is slot p % num_slots of token
-    p // num_slots."""
+    """Pairs (token, slot) sorted by expert; stable, so an expert's tokens keep their order. Pair p is slot p % num_slots of token
+    p // num_slots.
+    """
 
     pairs: Tensor
-    """int32 [num_pairs]: which pair stands at each place."""
+    """int32 [num_pairs]: pair at each position of the sorted order."""
     places: Tensor
-    """int32 [num_pairs]: the place of each pair."""
+    """int32 [num_pairs]: position of each pair in the sorted order."""
     ends: Tensor
-    """int32 [num_all]: where each expert's pairs end."""
+    """int32 [num_all]: end of each expert's pairs."""
 
 
 def route(logits: Tensor, config: ExpertsConfig, correction_bias: Tensor | None = None) -> Routing:
-    """Choose experts. logits: [num_tokens, num_logits]; correction_bias: float32 [num_experts]. Nothing is read by the host.
+    """Select experts, without synchronising. Ties go to the lower expert.
 
-    Of equal scores the lower expert's comes first.
+    logits: [num_tokens, num_logits]. correction_bias: float32 [num_experts].
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits, shared = logits[:, : config.num_experts], logits[:, config.num_experts :]
@@ -101,7 +104,7 @@ def route(logits: Tensor, config: ExpertsConfig, correction_bias: Tensor | None 
     ranked = scores if correction_bias is None else scores + correction_bias
     if config.num_groups > 1:
         ranked = ranked.masked_fill(~_allowed(ranked, config), -torch.inf)
-    # A stable sort, since topk takes equal scores in any order.
+    # A stable sort, since topk returns ties in any order.
     chosen = ranked.sort(dim=1, descending=True, stable=True).indices[:, : config.top_k]
     weights = scores.gather(1, chosen)
     if config.renormalize:
@@ -117,7 +120,7 @@ def route(logits: Tensor, config: ExpertsConfig, correction_bias: Tensor | None 
 
 
 def _allowed(ranked: Tensor, config: ExpertsConfig) -> Tensor:
-    """Experts of the best groups: bool [num_tokens, num_experts]."""
+    """Return bool [num_tokens, num_experts]: experts of the best groups."""
     grouped = ranked.view(-1, config.num_groups, config.group_size)
     best = grouped.topk(config.scores_a_group, dim=2).values.sum(dim=2)
     groups = best.sort(dim=1, descending=True, stable=True).indices[:, : config.top_k_groups]
@@ -126,7 +129,7 @@ def _allowed(ranked: Tensor, config: ExpertsConfig) -> Tensor:
 
 
 def sort_by_expert(experts: Tensor, num_all: int) -> ExpertOrder:
-    """Sort pairs by expert. experts: int32 [num_tokens, num_slots]. Nothing is read by the host."""
+    """Sort pairs by expert, without synchronising. experts: int32 [num_tokens, num_slots]."""
     ordered, pairs = experts.flatten().sort(stable=True)
     numbers = torch.arange(num_all, dtype=ordered.dtype, device=experts.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
@@ -135,14 +138,14 @@ def sort_by_expert(experts: Tensor, num_all: int) -> ExpertOrder:
 
 
 Product = Callable[[Tensor, Linear], Tensor]
-"""x [rows, in_features] to [rows, out_features]."""
+"""A linear layer's GEMM: x [rows, in_features] -> [rows, out_features]."""
 Matrix = Callable[[Tensor], Tensor]
 
 
 class TorchExperts(ExpertsKernel):
-    """One expert after the other, each a pair of products over the tokens that chose it: for a CPU, and the reference in trials.
+    """Experts one after the other, two GEMMs each over the tokens that selected it, for CPUs and as the reference in trials.
 
-    The host reads how many tokens each expert has, which on a CPU costs nothing; on a GPU no graph could be captured.
+    The host reads the number of tokens of each expert. That is free on a CPU, but would prevent CUDA graphs on a GPU.
     """
 
     name = "torch"
@@ -157,13 +160,13 @@ class TorchExperts(ExpertsKernel):
     )
 
     def __init__(self, spec: ExpertsSpec, product: Product | None = None, gate: Matrix = silu) -> None:
-        """product: computes the experts' products; None: `Linear` does by itself. gate: SiLU of a matrix."""
+        """Prepare the kernel. product: computes a linear layer; None means that `Linear` computes it. gate: SiLU of a matrix."""
         super().__init__(spec)
         self._product = product or _multiplied
         self._gate = gate
 
     def prepare(self, weights: ExpertsWeights) -> tuple[dict[int, Linear], dict[int, Linear]]:
-        """Return the products of each expert that is held, by its number."""
+        """Return the two linear layers of each expert on this rank, by the expert's number."""
         config, dtype = self.spec.config, self.spec.dtype
         held = [*(config.held or range(config.num_experts)), *range(config.num_experts, config.num_all)]
         both = (weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)
@@ -199,7 +202,9 @@ def _multiplied(x: Tensor, linear: Linear) -> Tensor:
 
 
 def front_of(norm_rows: Callable[[Tensor, Any], Tensor], product: Product, config: ExpertsConfig) -> Front:
-    """Return what norms and routes by the operations of a model. norm_rows: computes a norm; product: the router's product."""
+    """Return a factory of norm and router that uses a model's operations. norm_rows: computes a norm. product: computes the
+    router.
+    """
 
     def front(weights: RoutedWeights, norm: Any) -> RouteTokens:
         bias, correction = weights.router_bias, weights.correction_bias
@@ -216,7 +221,7 @@ def front_of(norm_rows: Callable[[Tensor, Any], Tensor], product: Product, confi
 
 
 def activate(gate_up: Tensor, config: ExpertsConfig, gate: Matrix = silu) -> Tensor:
-    """From the first product, [rows, up_size], to the hidden rows of the experts [rows, intermediate_size]."""
+    """Activate the first GEMM's output [rows, up_size]. Return the experts' hidden rows [rows, intermediate_size]."""
     if not config.gated:
         return relu(gate_up).square()
     low, high = gate_up.chunk(2, dim=1)

@@ -1,6 +1,6 @@
-"""Routing on the device: RMSNorm, the router's product and the choice of experts in one launch, the order by expert in another.
+"""Triton kernels for MoE routing: RMSNorm, router GEMM and top-k in one launch, sorting by expert in another.
 
-Sums are float32. The norm, the scores and the choice of a token do not depend on the other tokens.
+Sums are float32. The norm, scores and experts of a token do not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Gr
 from headway.kernels.step.operations import Norm
 
 _LEAST = tl.constexpr(-1.0e30)
-"""Stands for what cannot be ranked (NaN): below every score, above an expert that is not to be chosen."""
+"""Score of an expert whose score is NaN: below every score, above excluded experts."""
 _TAKEN = tl.constexpr(-(2**63))
-"""Below every key: an expert that is chosen already."""
+"""Key of an expert that is already selected: below every other key."""
 _TINY = tl.constexpr(1e-20)  # TINY of plain.py
 
 
@@ -33,13 +33,13 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
            SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
            TOP_GROUPS: tl.constexpr, GROUP_SCORE: tl.constexpr, CORRECTION: tl.constexpr,
            SHARED_GATE: tl.constexpr):  # fmt: skip
-    """Fill the slots of tokens [T], of which `live` exist, from their logits. Of equal scores the lower expert's comes first.
+    """Fill the slots of tokens [T], of which `live` exist, from their logits. Ties go to the lower expert.
 
-    Returns which experts were chosen, [T, BLOCK_E].
+    Returns [T, BLOCK_E]: which experts were selected.
     """
     e = tl.arange(0, BLOCK_E)[None, :]
     routed = e < NUM_EXPERTS
-    # .cg: not from this multiprocessor's own cache, which need not have what the others stored
+    # .cg bypasses this SM's L1 cache, which may lack what other programs stored.
     at = logits_ptr + token[:, None] * NUM_LOGITS + e
     logits = tl.load(at, mask=live[:, None] & (e < NUM_LOGITS), other=0.0, cache_modifier=".cg")
     if SIGMOID:
@@ -56,13 +56,15 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
     ranked = tl.where(routed, ranked, -float("inf"))
     if GROUPS > 1:
         ranked = _of_best_groups(ranked, e, NUM_EXPERTS // GROUPS, GROUPS, BLOCK_G, TOP_GROUPS, GROUP_SCORE)
-    # One number to compare: the score's bits in the order of their values, below them the expert, lower ones greater. The largest
-    # of such numbers is one reduction; that of scores with their places would be two.
+    # One integer key per expert: the score's bits in sortable order above, and the expert below, with lower experts greater. The
+    # maximum of such keys is one reduction; scores with separate positions would need two.
     bits = ranked.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (bits.to(tl.int64) << 32) | (BLOCK_E - 1 - e)
     s = tl.arange(0, BLOCK_S)[None, :]
-    experts = NUM_EXPERTS + s - TOP_K + tl.zeros_like(token)[:, None].to(tl.int32)  # the shared ones, in every token's last slots
+    experts = (
+        NUM_EXPERTS + s - TOP_K + tl.zeros_like(token)[:, None].to(tl.int32)
+    )  # shared experts, in the last slots of every token
     for j in tl.static_range(TOP_K):
         best = tl.max(keys, 1)[:, None]
         experts = tl.where(s == j, BLOCK_E - 1 - (best & 0xFFFFFFFF).to(tl.int32), experts)
@@ -88,7 +90,7 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
 @triton.jit
 def _of_best_groups(ranked, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, TOP_GROUPS: tl.constexpr,
                     GROUP_SCORE: tl.constexpr):  # fmt: skip
-    """ranked [T, E], minus infinity outside the best groups, which are those whose GROUP_SCORE best add up to most."""
+    """Return ranked [T, E] with minus infinity outside the best groups, ranked by the sum of their GROUP_SCORE best scores."""
     g = tl.arange(0, BLOCK_G)[None, :]
     totals = tl.where(g < GROUPS, 0.0, -float("inf")) + tl.zeros_like(tl.max(ranked, 1))[:, None]
     for group in tl.static_range(GROUPS):
@@ -113,7 +115,7 @@ def route_rows(
     router_bias_ptr,  # float32 [NUM_LOGITS] (ROUTER_BIAS)
     correction_ptr,  # float32 [NUM_EXPERTS] (CORRECTION)
     normed_ptr,  # [num_tokens, HIDDEN], written
-    logits_ptr,  # float32 [num_tokens, NUM_LOGITS], room for what programs tell each other
+    logits_ptr,  # float32 [num_tokens, NUM_LOGITS], scratch memory between programs
     arrivals_ptr,  # int32 [num_tokens], zero between launches
     experts_ptr,  # int32 [num_tokens, SLOTS], written
     weights_ptr,  # float32 [num_tokens, SLOTS], written
@@ -121,11 +123,11 @@ def route_rows(
     eps,
     HIDDEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_L: tl.constexpr,  # logits a program
+    BLOCK_L: tl.constexpr,  # logits per program
     NUM_LOGITS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_ALL: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # the larger of NUM_LOGITS and NUM_ALL, rounded up to a power of two
+    BLOCK_E: tl.constexpr,  # max(NUM_LOGITS, NUM_ALL) rounded up to a power of two
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_S: tl.constexpr,  # SLOTS rounded up to a power of two
@@ -141,7 +143,7 @@ def route_rows(
     SHARED_GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For few tokens: a program computes BLOCK_L logits of one token; the last of a token chooses for it.
+    """Route few tokens: a program computes BLOCK_L logits of one token (GEMV); the token's last program selects its experts.
 
     Grid (cdiv(NUM_LOGITS, BLOCK_L), num_tokens).
     """
@@ -151,7 +153,7 @@ def route_rows(
     k = tl.arange(0, BLOCK_K)
     tiles = ()
     norms = ()
-    for c in tl.static_range(CHUNKS):  # asked for while the kernel before this one still runs
+    for c in tl.static_range(CHUNKS):  # loaded while the previous kernel still runs
         at = c * BLOCK_K + k
         inside = (logit < NUM_LOGITS)[:, None] & (at < HIDDEN)[None, :]
         tiles = tiles + (tl.load(router_ptr + logit[:, None] * HIDDEN + at[None, :], mask=inside, other=0.0),)
@@ -177,7 +179,7 @@ def route_rows(
     if ROUTER_BIAS:
         logits += tl.load(router_bias_ptr + logit, mask=logit < NUM_LOGITS, other=0.0)
     tl.store(logits_ptr + token * NUM_LOGITS + logit, logits, mask=logit < NUM_LOGITS)
-    tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+    tl.debug_barrier()  # the atomic below releases the stores of all threads of this program
     arrived = tl.atomic_add(arrivals_ptr + token, 1, sem="acq_rel", scope="gpu")
     if arrived == tl.num_programs(0) - 1:
         tl.store(arrivals_ptr + token, 0)
@@ -189,7 +191,7 @@ def route_rows(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_tiles(
-    x_ptr,  # as above
+    x_ptr,  # parameters as in route_rows
     norm_ptr,
     router_ptr,
     router_bias_ptr,
@@ -204,13 +206,13 @@ def route_tiles(
     num_tokens,
     HIDDEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,  # tokens a program
-    BLOCK_L: tl.constexpr,  # logits a program
-    BLOCK_R: tl.constexpr,  # rows of a program that norms
+    BLOCK_T: tl.constexpr,  # tokens per program
+    BLOCK_L: tl.constexpr,  # logits per program
+    BLOCK_R: tl.constexpr,  # rows per program that norms
     BLOCK_H: tl.constexpr,  # HIDDEN rounded up to a power of two
     LOGIT_TILES: tl.constexpr,
     STAGES: tl.constexpr,
-    DOT: tl.constexpr,  # what the matrix units multiply
+    DOT: tl.constexpr,  # type of the operands of tl.dot
     NUM_LOGITS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_ALL: tl.constexpr,
@@ -230,9 +232,9 @@ def route_tiles(
     SHARED_GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For many tokens: a program computes BLOCK_L logits of BLOCK_T tokens; the last of a tile of tokens chooses for them.
+    """Route many tokens: a program computes BLOCK_L logits of BLOCK_T tokens (GEMM); a tile's last program selects their experts.
 
-    The norm is a factor on the sums there; programs beyond those of the logits write what the experts see, BLOCK_R rows each.
+    There, the norm is a factor of the sums. Programs beyond LOGIT_TILES write the normed rows for the experts, BLOCK_R rows each.
     Grid (LOGIT_TILES + BLOCK_T / BLOCK_R, cdiv(num_tokens, BLOCK_T)).
     """
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
@@ -276,7 +278,7 @@ def route_tiles(
                         TOP_K, SLOTS, BLOCK_S, SIGMOID, RENORMALIZE, SCALE, GROUPS, BLOCK_G, TOP_GROUPS, GROUP_SCORE, CORRECTION,
                         SHARED_GATE)  # fmt: skip
         e = tl.arange(0, BLOCK_E)
-        found = found | (e >= NUM_EXPERTS)[None, :]  # shared experts are every token's
+        found = found | (e >= NUM_EXPERTS)[None, :]  # every token uses the shared experts
         counts = tl.sum((found & live[:, None]).to(tl.int32), 0)
         tl.store(counts_ptr + tl.program_id(1) * NUM_ALL + e, counts, mask=e < NUM_ALL)
 
@@ -285,9 +287,9 @@ def route_tiles(
 def order_pairs(
     experts_ptr,  # int32 [num_tokens, SLOTS]
     counts_ptr,  # int32 [cdiv(num_tokens, BLOCK_T), NUM_ALL]: pairs of each expert in each tile of tokens
-    pairs_ptr,  # int32 [num_tokens * SLOTS], written: the pair at each place
-    places_ptr,  # int32 [num_tokens * SLOTS], written: the place of each pair
-    ends_ptr,  # int32 [NUM_ALL], written: where each expert's places end
+    pairs_ptr,  # int32 [num_tokens * SLOTS], written: the pair at each position
+    places_ptr,  # int32 [num_tokens * SLOTS], written: the position of each pair
+    ends_ptr,  # int32 [NUM_ALL], written: end of each expert's positions
     num_tokens,
     NUM_ALL: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -296,9 +298,9 @@ def order_pairs(
     BLOCK_C: tl.constexpr,  # tiles whose counts are read at a time
     PDL: tl.constexpr,
 ):
-    """Sort many pairs (token, slot) by expert, tokens of one expert in their order. Grid (cdiv(num_tokens, BLOCK_T)).
+    """Sort many pairs (token, slot) by expert; stable. Grid (cdiv(num_tokens, BLOCK_T)).
 
-    Each program adds the counts of all tiles for itself, which takes less time than another launch.
+    Each program sums the counts of all tiles by itself, which is faster than another launch.
     """
     tile = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)[None, :]
@@ -335,23 +337,23 @@ def order_pairs(
 @triton.jit(do_not_specialize=["num_pairs"])
 def order_few_pairs(
     experts_ptr,  # int32 [num_pairs]
-    pairs_ptr,  # int32 [num_pairs], written: the pair at each place
-    places_ptr,  # int32 [num_pairs], written: the place of each pair
-    ends_ptr,  # int32 [NUM_ALL], written: where each expert's places end
+    pairs_ptr,  # int32 [num_pairs], written: the pair at each position
+    places_ptr,  # int32 [num_pairs], written: the position of each pair
+    ends_ptr,  # int32 [NUM_ALL], written: end of each expert's positions
     num_pairs,
     NUM_ALL: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # pairs, or experts, of a program
+    BLOCK_P: tl.constexpr,  # pairs, or experts, per program
     BLOCK_N: tl.constexpr,  # pairs that are read at a time
     PDL: tl.constexpr,
 ):
-    """Sort few pairs as `order_pairs` does. Grid (cdiv(num_pairs, BLOCK_P) + cdiv(NUM_ALL, BLOCK_P)).
+    """Sort few pairs like `order_pairs`. Grid (cdiv(num_pairs, BLOCK_P) + cdiv(NUM_ALL, BLOCK_P)).
 
-    A pair's place is the number of pairs before it, so each program compares its own with all: nothing waits for another program,
-    and there is no chain of loads.
+    A pair's position is the number of pairs before it, so each program compares its own pairs with all. No program waits for
+    another, and no load depends on another.
     """
     num_blocks = (num_pairs + BLOCK_P - 1) // BLOCK_P
     at = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    of_experts = at - num_blocks * BLOCK_P  # below 0: of a program of pairs
+    of_experts = at - num_blocks * BLOCK_P  # negative in programs for pairs
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -369,31 +371,31 @@ def order_few_pairs(
 
 
 DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the matrix units multiply, by the tensors' type."""
+"""Type of the operands of tl.dot, by the tensors' type."""
 _ROW_LOGITS = 4
-"""Logits a program of one token: few, so that many programs read the router."""
+"""Logits per program of route_rows: few, so that many programs read the router."""
 _FEW = 64
-"""Tokens up to which a router row for each is read faster than tiles of tokens are chosen for."""
+"""Maximum number of tokens for route_rows: reading the router once per token is faster than selecting for tiles of tokens."""
 _ORDERED = 16
-"""Pairs, or experts, that a program of few tokens finds the places of."""
+"""Pairs, or experts, per program of order_few_pairs."""
 _SCORES = 16384
-"""Most scores, of tokens times experts, that one program chooses from."""
+"""Maximum number of scores (tokens times experts) from which one program selects."""
 _NORMED = 8192
-"""Elements of the rows that a program norms: they are held in registers."""
+"""Elements of the rows per program that norms, held in registers."""
 _COUNTERS = 8192
-"""Tiles of tokens that a step may have."""
+"""Maximum number of token tiles per step."""
 
 
 def dot_type(dtype: torch.dtype) -> Any:
-    """The type to multiply in; the interpreter multiplies the raw bits of bfloat16, and so takes float32."""
+    """Return the operand type of tl.dot. The interpreter would multiply the raw bits of bfloat16, so it uses float32."""
     return tl.float32 if INTERPRETED else DOT[dtype]
 
 
 class Router:
-    """Norm, router's product and choice in one launch; nothing synchronises."""
+    """Norm, router GEMM and top-k in one launch, without synchronising."""
 
     def __init__(self, config: ExpertsConfig, device: torch.device, batch_invariant: bool = False) -> None:
-        """batch_invariant: one size of tile for any number of tokens."""
+        """Prepare the router. batch_invariant: use one tile size for any number of tokens."""
         self._config = config
         self._device = device
         self._one_size = batch_invariant
@@ -401,11 +403,11 @@ class Router:
         self._arrivals = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
     def bind(self, weights: RoutedWeights, norm: Norm) -> RouteTokens:
-        """Return what norms and routes the tokens of one layer; see Front."""
+        """Return the function that norms and routes the tokens of one layer; see Front."""
         return lambda x, sorts: (self.tiles if sorts else self.rows)(x, norm, weights)
 
     def rows(self, x: Tensor, norm: Norm, weights: RoutedWeights) -> Routed:
-        """For few tokens, each by itself. x: [num_tokens, hidden_size], the residual stream."""
+        """Route few tokens, one by one. x: [num_tokens, hidden_size], the residual stream."""
         num_logits = self._config.num_logits
         arguments, routed = self._arguments(x, norm, weights, 16, counted=False)
         key = "rows", x.dtype, *_biases(weights)
@@ -418,7 +420,7 @@ class Router:
         return routed
 
     def tiles(self, x: Tensor, norm: Norm, weights: RoutedWeights) -> Routed:
-        """For many tokens, counted for `sorted_pairs`. x: [num_tokens, hidden_size], the residual stream."""
+        """Route many tokens, with counts for `sorted_pairs`. x: [num_tokens, hidden_size], the residual stream."""
         if len(x) <= _FEW and not self._one_size:
             return self.rows(x, norm, weights)
         num_logits, num_tokens = self._config.num_logits, len(x)
@@ -447,9 +449,9 @@ class Router:
         self._launchers[key](grid, **arguments)
 
     def _tile(self, num_tokens: int) -> tuple[int, int]:
-        """Tokens and logits of a program: small tiles until they are enough to keep the GPU busy.
+        """Return the tokens and logits per program: small tiles, until enough programs keep the GPU busy.
 
-        The last program of a tile holds the scores of all its tokens, and Triton takes minutes over more than these at once.
+        A tile's last program holds the scores of all its tokens. Above _SCORES scores, Triton takes minutes to compile.
         """
         most = max(16, _SCORES // _block_of_experts(self._config))
         if num_tokens <= 256 or self._one_size:
@@ -464,7 +466,7 @@ class Router:
     def _arguments(
         self, x: Tensor, norm: Norm, weights: RoutedWeights, block_t: int, counted: bool
     ) -> tuple[dict[str, Tensor | float], Routed]:
-        """What both kernels are launched with, in their order, and the tensors among it that are the result."""
+        """Return the arguments of both kernels, in their order, and the tensors among them that are the result."""
         config, num_tokens = self._config, len(x)
         logits = torch.empty((num_tokens, config.num_logits), dtype=torch.float32, device=self._device)
         experts = torch.empty((num_tokens, config.num_slots), dtype=torch.int32, device=self._device)
@@ -523,7 +525,7 @@ def _block_of_experts(config: ExpertsConfig) -> int:
 
 
 def sorted_pairs(launchers: Launchers, config: ExpertsConfig, routed: Routed) -> ExpertOrder:
-    """Sort pairs by expert, by what the router has counted if it has; one launch."""
+    """Sort pairs by expert in one launch, using the router's counts if there are any."""
     num_tokens, device = len(routed.x), routed.x.device
     pairs, places = torch.empty((2, routed.experts.numel()), dtype=torch.int32, device=device).unbind()
     ends = torch.empty(config.num_all, dtype=torch.int32, device=device)

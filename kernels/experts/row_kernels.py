@@ -1,11 +1,10 @@
-"""Experts of few tokens: each pair of token and expert by itself, its weights streamed through registers.
+"""Triton GEMV kernels for experts of few tokens: each pair of token and expert separately, its weights streamed through
+registers.
 
-A decode step's time is that of reading the weights of the experts touched. Nothing is sorted: two tokens that chose the same
-expert read it twice, the second time mostly out of the L2 cache. No split of a sum crosses a program, so every run gives the
-same bits.
-
-Of quantised weights, bytes are read in slices of 16, which a thread loads at once, and which lie under one scale. A slice's codes
-are multiplied and added up in the thread that has them, in float32, and its sum is multiplied by the scale.
+A decode step takes the time of reading the selected experts' weights. Nothing is sorted: two tokens that selected the same expert
+read it twice, the second time mostly from the L2 cache. There is no split-K across programs, so every run gives the same bits.
+Quantized weights are read in slices of 16 bytes, which a thread loads at once and which share a scale. The thread multiplies and
+adds a slice's values in float32, and multiplies the sum by the scale.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ def gate_up_rows(
     SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr,  # chunks of the weights that are asked for ahead
+    DEPTH: tl.constexpr,  # chunks of weights that are loaded ahead
     ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,  # 0: none
+    LIMIT: tl.constexpr,  # 0 means no limit
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = activation(W_e x + bias) for a pair. Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
+    """y = activation(W_e x + bias) for each pair (GEMV). Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     pair = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # not before: the kernel after this one reads the experts before it waits
+        gdc_launch_dependents()  # not earlier: the next kernel reads the experts before it waits
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     rows = weight_ptr + expert * (2 * INNER * HIDDEN)
     at = n[:, None] * HIDDEN + k[None, :]
@@ -99,14 +98,14 @@ def down_rows(
     SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr,  # chunks of the weights that are asked for ahead
+    DEPTH: tl.constexpr,  # chunks of weights that are loaded ahead
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y += the weighted sum of W_e x + bias over a token's slots. Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
+    """y += the weighted sum of W_e x + bias over a token's slots (GEMV). Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
 
-    The experts were written two kernels before this one, and the kernel between them waited for them before it let this one
-    start: so their weights are asked for before x is there.
+    The experts were selected two kernels earlier, and the kernel between waited for that before it let this one start. So the
+    weights of the experts can be loaded before x is there.
     """
     CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     pair = tl.program_id(0) * SLOTS
@@ -143,16 +142,16 @@ def down_rows(
 
 @triton.jit
 def activated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """gate * sigmoid(ALPHA gate) * up, clamped and raised where LIMIT is not 0 (see ExpertsConfig)."""
+    """Return gate * sigmoid(ALPHA gate) * up; if LIMIT is not 0, clamped and with up + 1 (see ExpertsConfig)."""
     if LIMIT > 0:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # not minimum, which would hide a NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike minimum, this keeps a NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
     return gate * tl.sigmoid(ALPHA * gate) * up
 
 
 @triton.jit
 def _streamed(rows, at, n, k, c, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A chunk of weights [BLOCK_N, BLOCK_K], which is read once and need not stay in the cache."""
+    """Load a chunk of weights [BLOCK_N, BLOCK_K] that is read once and need not stay in the cache."""
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         tile = tl.load(rows + c * BLOCK_K + at, eviction_policy="evict_first")
     else:
@@ -161,47 +160,47 @@ def _streamed(rows, at, n, k, c, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.c
     return tile
 
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 @triton.jit
 def gate_up_quantized_rows(
     x_ptr,  # [num_tokens, HIDDEN], normed
     weight_ptr,  # bytes [NUM_ALL * 2 INNER, ROW], gate over up
-    scales_ptr,  # [rows of scales, SCALES], float; exponents, uint8 (mxfp4)
-    zeros_ptr,  # uint8, likewise (ZEROS)
+    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4)
+    zeros_ptr,  # uint8 [rows of scales, SCALES] (ZEROS)
     bias_ptr,  # [NUM_ALL, 2 INNER] (BIAS)
     experts_ptr,  # int32 [num_tokens * SLOTS]
     y_ptr,  # [num_tokens * SLOTS, INNER], written
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
-    ROW: tl.constexpr,  # bytes of a row
+    ROW: tl.constexpr,  # bytes per row
     WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
-    HALF: tl.constexpr,  # bytes of a group of two codes a byte; 0: a byte is a code
-    SCALES: tl.constexpr,  # scales of a row
+    HALF: tl.constexpr,  # bytes of a group with two values per byte; 0 means one value per byte
+    SCALES: tl.constexpr,  # scales per row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale
     SCALE_ROWS: tl.constexpr,  # rows that share scales
     ZEROS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # slices of a chunk
-    SPAN: tl.constexpr,  # bytes of a slice
-    DEPTH: tl.constexpr,  # chunks that are asked for ahead
+    BLOCK_G: tl.constexpr,  # slices per chunk
+    SPAN: tl.constexpr,  # bytes per slice
+    DEPTH: tl.constexpr,  # chunks that are loaded ahead
     ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,  # 0: none
+    LIMIT: tl.constexpr,  # 0 means no limit
     BIAS: tl.constexpr,
-    DOT: tl.constexpr,  # what codes are unpacked to
-    ASSEMBLY: tl.constexpr,  # by instructions of NVIDIA's
+    DOT: tl.constexpr,  # type of the unpacked values
+    ASSEMBLY: tl.constexpr,  # unpack with NVIDIA instructions (inline PTX)
     PDL: tl.constexpr,
 ):
-    """y = activation(W_e x + bias) for a pair. Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
+    """y = activation(W_e x + bias) for each pair (GEMV with dequantize). Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
     CHUNKS: tl.constexpr = (ROW // SPAN + BLOCK_G - 1) // BLOCK_G
     pair = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     g = tl.arange(0, BLOCK_G)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # not before: the kernel after this one reads the experts before it waits
+        gdc_launch_dependents()  # not earlier: the next kernel reads the experts before it waits
     first = tl.load(experts_ptr + pair).to(tl.int64) * (2 * INNER)
     x_row = x_ptr + (pair // SLOTS).to(tl.int64) * HIDDEN
     gates = ()
@@ -261,9 +260,10 @@ def down_quantized_rows(
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y += the weighted sum of W_e x + bias over a token's slots. Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
+    """y += the weighted sum of W_e x + bias over a token's slots (GEMV with dequantize). Grid (num_tokens, cdiv(HIDDEN,
+    BLOCK_N)).
 
-    Weights are asked for before x is there: see down_rows.
+    Weights are loaded before x is there, see down_rows.
     """
     CHUNKS: tl.constexpr = (ROW // SPAN + BLOCK_G - 1) // BLOCK_G
     pair = tl.program_id(0) * SLOTS
@@ -299,7 +299,9 @@ def down_quantized_rows(
 @triton.jit
 def _slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, N: tl.constexpr, ROW: tl.constexpr, SPAN: tl.constexpr,
             SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Bytes of chunk c of rows first + n [BLOCK_N, BLOCK_G, SPAN], read once, and their scales and zeros [BLOCK_N, BLOCK_G]."""
+    """Load chunk c of rows first + n: bytes [BLOCK_N, BLOCK_G, SPAN], read once, and their scales and zeros [BLOCK_N,
+    BLOCK_G].
+    """
     u = c * g.shape[0] + g
     inside = (n < N)[:, None] & (u < ROW // SPAN)[None, :]
     at = n[:, None, None] * ROW + (u[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, :, :]
@@ -314,7 +316,7 @@ def _slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, N: tl.constexpr, 
 
 @triton.jit
 def _inputs(x_row, g, c, ROW: tl.constexpr, SPAN: tl.constexpr, HALF: tl.constexpr):
-    """x [BLOCK_G, SPAN] that belongs to the lower, and to the upper codes of those bytes, in float32."""
+    """Load float32 x [BLOCK_G, SPAN] for the low, and for the high values of a chunk's bytes."""
     u = c * g.shape[0] + g
     inside = (u < ROW // SPAN)[:, None]
     column = u[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
@@ -330,9 +332,9 @@ def _inputs(x_row, g, c, ROW: tl.constexpr, SPAN: tl.constexpr, HALF: tl.constex
 @triton.jit
 def _products(slices, low, high, WEIGHT: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr, DOT: tl.constexpr,
               ASSEMBLY: tl.constexpr):  # fmt: skip
-    """The sum of each slice's weights times x [BLOCK_N, BLOCK_G]."""
+    """Return the scaled sum of weights times x for each slice, [BLOCK_N, BLOCK_G]."""
     codes = slices[0]
-    if WEIGHT == "mxfp4":  # exponents; the least has no place but among the subnormals
+    if WEIGHT == "mxfp4":  # exponents; the smallest one needs a subnormal
         wide = slices[1].to(tl.int32)
         scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
     else:
@@ -362,7 +364,7 @@ Product = tuple[Tensor, Tensor | QuantizedWeight, Tensor | None]
 
 
 class TritonExperts(RoutedKernel):
-    """Support that the kernels in Triton have in common."""
+    """Base of the Triton kernels for experts."""
 
     capabilities = ExpertsCapabilities(
         formats=QUANTIZED_FORMATS | {"plain"},
@@ -379,7 +381,7 @@ class TritonExperts(RoutedKernel):
         self._launchers = Launchers(spec.device)
 
     def _launch(self, launch: FixedLauncher, grid: Grid, product: Product, others: Mapping[str, Tensor | float]) -> None:
-        """Launch the kernel of a product. others: its arguments after those that every product has."""
+        """Launch the kernel of a GEMM. others: arguments after those that every kernel has."""
         x, weight, bias = product
         names = ("weight_ptr",) if isinstance(weight, Tensor) else ("weight_ptr", "scales_ptr", "zeros_ptr")
         read = dict(zip(names, (weight,) if isinstance(weight, Tensor) else tensors_of(weight), strict=True))
@@ -391,7 +393,9 @@ class TritonExperts(RoutedKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """See ExpertsKernel. Groups of quantised weights must fill a row, and x have a place for their scales."""
+        """Return whether the kernels support the layer: groups of quantized weights fill a row, and x can represent the
+        scales.
+        """
         support = super().supports(spec)
         for weight in examples_of(spec):
             if weight is not None and (weight_bytes(weight) is None or not reads_form(weight, spec.dtype)):
@@ -400,19 +404,19 @@ class TritonExperts(RoutedKernel):
 
 
 def activation(config: ExpertsConfig) -> dict[str, float]:
-    """Constants of what stands between the experts' products."""
+    """Return the constants of the activation between the experts' GEMMs."""
     return {"ALPHA": config.swiglu_alpha, "LIMIT": config.swiglu_limit or 0.0}
 
 
 def described(weight: QuantizedWeight) -> WeightBytes:
-    """Return how kernels read a weight, which they do (`supports`)."""
+    """Return the byte layout of a weight that `supports` accepted."""
     found = weight_bytes(weight)
     assert found is not None
     return found
 
 
 def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernels are compiled with for a form. dtype: of x."""
+    """Return the compile-time constants of a quantization format. dtype: type of x."""
     return {
         "ROW": weight.row,
         "WEIGHT": weight.kind,
@@ -427,59 +431,60 @@ def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
 
 
 _SPAN = 16
-"""Bytes of a slice: what a thread loads at once."""
+"""Bytes per slice: one load of a thread."""
 
 
 def slices_of_a_chunk(row: int) -> int:
-    """Slices that the lanes of a warp read side by side: all of them, where the last chunk of a row is not mostly empty."""
+    """Return the slices that a warp reads side by side: as many as possible without leaving a row's last chunk mostly empty."""
     slices = row // _SPAN
     padded = {count: triton.cdiv(slices, count) * count for count in (32, 16, 8)}
     return next((count for count in padded if padded[count] <= 1.1 * slices), min(padded, key=padded.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
-class RowCut:
-    """How a product of single tokens is cut: into small programs, since many together keep the memory busy."""
+class RowSplit:
+    """Split of a GEMV over one token into small programs, many of which keep the memory busy."""
 
     rows: int
-    """Rows of the weight that a program holds: of the gate and of the other half, of one pair; of the down product, of all of
-    a token's experts."""
+    """Rows of the weight per program: of gate and up each for one pair, or of the down projection for all experts of a token."""
     warps: int
     depth: int
-    """Chunks that are asked for ahead."""
+    """Chunks that are loaded ahead."""
     chunk: int = 0
-    """Columns that are read at a time; over quantised weights a warp reads slices of a row side by side, rows in turn."""
+    """Columns per load. Over quantized weights, a warp reads slices of a row side by side, one row after the other."""
 
 
-_PLAIN_CUTS = RowCut(4, 4, 4, 1024), RowCut(8, 4, 6, 256)
-"""Of both products."""
-_UNEVEN = RowCut(8, 8, 24, 128)
-"""Of the second, where 256 is no divisor of an expert's size."""
-_QUANTIZED_CUTS = {1: (RowCut(2, 1, 2), RowCut(1, 1, 8)), 4: (RowCut(4, 4, 4), RowCut(4, 4, 12))}
-"""Warps of a program -> both products. With one, threads hand each other x by shuffles; more wait for each other, and have fewer
-registers to fill each."""
+_PLAIN_SPLITS = RowSplit(4, 4, 4, 1024), RowSplit(8, 4, 6, 256)
+"""Splits of the gate/up and the down projection over dense weights."""
+_UNEVEN = RowSplit(8, 8, 24, 128)
+"""Split of the down projection if 256 does not divide an expert's size."""
+_QUANTIZED_SPLITS = {1: (RowSplit(2, 1, 2), RowSplit(1, 1, 8)), 4: (RowSplit(4, 4, 4), RowSplit(4, 4, 12))}
+"""Warps per program -> splits of the gate/up and the down projection.
+
+With one warp, threads exchange x by shuffles. More warps wait for each other, and have fewer registers to fill each.
+"""
 MAX_ROWS = 16
-"""Tokens up to which, and about which, each may be computed by itself: above, too many experts would be read twice."""
+"""Approximate maximum number of tokens to compute one by one. Above it, too many experts would be read twice."""
 
 
 class RowKernel(TritonExperts):
-    """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
+    """GEMV kernels that compute each token separately: three launches per layer. Any dtype; fast for one or a few tokens."""
 
     capabilities = replace(TritonExperts.capabilities, ungated=False)
     sorts = False
     warps: ClassVar[int]
-    """Of a program over quantised weights."""
-    plain_cuts: ClassVar[tuple[RowCut, RowCut] | None] = None
-    """Cuts over plain weights; None: those that suit the width of an expert."""
+    """Warps per program over quantized weights."""
+    plain_splits: ClassVar[tuple[RowSplit, RowSplit] | None] = None
+    """Splits over dense weights. None means the default for an expert's width."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
-        first, last = _PLAIN_CUTS
-        self._plain_cuts = self.plain_cuts or (first, last if spec.config.intermediate_size % 256 == 0 else _UNEVEN)
+        first, last = _PLAIN_SPLITS
+        self._plain_splits = self.plain_splits or (first, last if spec.config.intermediate_size % 256 == 0 else _UNEVEN)
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """See ExpertsKernel. Plain weights have one variant."""
+        """Return whether the kernel supports the layer. Only one variant supports dense weights."""
         support = super().supports(spec)
         if cls.warps > 1 and {spec.gate_up.name, spec.down.name} == {"plain"}:
             support &= Support.no("weights", "quantised ones", "plain ones")
@@ -496,30 +501,30 @@ class RowKernel(TritonExperts):
     def _multiply(
         self, routed: Routed, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, y: Tensor, first: bool
     ) -> None:
-        """Launch one of the two products. first: with the activation after it."""
+        """Launch one of the two GEMVs. first: the gate/up projection, with its activation."""
         config, terms = self._config, 1 if first else self._config.num_slots
         how: dict[str, Any]
         if isinstance(weight, Tensor):
-            cut, kernel, columns = self._plain_cuts[not first], gate_up_rows if first else down_rows, x.shape[1]
-            block_n, block_k = cut.rows, min(cut.chunk, triton.next_power_of_2(columns))
+            split, kernel, columns = self._plain_splits[not first], gate_up_rows if first else down_rows, x.shape[1]
+            block_n, block_k = split.rows, min(split.chunk, triton.next_power_of_2(columns))
             chunks, how = triton.cdiv(columns, block_k), {"BLOCK_K": block_k}
         else:
-            cut, form = _QUANTIZED_CUTS[self.warps][not first], described(weight)
+            split, form = _QUANTIZED_SPLITS[self.warps][not first], described(weight)
             kernel, block_g = gate_up_quantized_rows if first else down_quantized_rows, slices_of_a_chunk(form.row)
-            block_n, chunks = cut.rows * (32 // block_g), triton.cdiv(form.row, _SPAN * block_g)
+            block_n, chunks = split.rows * (32 // block_g), triton.cdiv(form.row, _SPAN * block_g)
             how = {"BLOCK_G": block_g, "SPAN": _SPAN, **form_constants(form, x.dtype)}
         sizes = {"HIDDEN": routed.x.shape[1], "INNER": config.intermediate_size, "SLOTS": config.num_slots, "BLOCK_N": block_n}
         how |= {
             **sizes,
-            "DEPTH": min(cut.depth, terms * chunks),
+            "DEPTH": min(split.depth, terms * chunks),
             "BIAS": bias is not None,
             **(activation(config) if first else {}),
         }
-        launch = self._launchers.get(kernel, cut.warps, how)
+        launch = self._launchers.get(kernel, split.warps, how)
         routing = {"experts_ptr": routed.experts} if first else {"experts_ptr": routed.experts, "weights_ptr": routed.weights}
         self._launch(launch, (len(y), triton.cdiv(y.shape[1], block_n), 1), (x, weight, bias), {**routing, "y_ptr": y})
 
 
 def row_kernel(name: str) -> type[RowKernel]:
-    """Return the class of a kernel of ROW_WARPS."""
+    """Return the kernel class named `name`, from ROW_WARPS."""
     return type("RowKernel", (RowKernel,), {"name": name, "warps": ROW_WARPS[name]})

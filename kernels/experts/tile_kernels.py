@@ -1,9 +1,8 @@
-"""Experts of many tokens: grouped products over pairs in the order of their experts, and the sum over a token's slots.
+"""Triton kernels for experts of many tokens: grouped GEMM over pairs sorted by expert, and the sum over a token's slots.
 
-A program computes a tile of one expert's rows. How many rows an expert has is known on the device alone, so the grid holds as
-many programs as there could be tiles; each finds its tile from where the experts' rows end, and those past the last have nothing
-to do. Codes of quantised weights are unpacked in registers and multiplied as the left side, W x^T, so that scales of weights are
-those of the sums' rows.
+A program computes a tile of one expert's rows. Only the device knows the number of rows of an expert, so the grid has the maximum
+number of tiles. Each program finds its tile from the ends of the experts' rows; programs beyond the last tile do nothing.
+Quantized values are unpacked in registers and are the left operand (W x^T), so a weight's scales apply to rows of the sums.
 """
 
 import triton
@@ -13,18 +12,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from headway.kernels.experts.row_kernels import activated
 from headway.kernels.linear.quantized_kernels import _multiply as multiply_codes
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def grouped_product(
-    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], in the order of experts (WHOLE: of tokens)
+    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], sorted by expert (WHOLE: in token order)
     weight_ptr,  # [NUM_ALL, N, K]; GATED: [NUM_ALL, 2 N, K], gate over up
     bias_ptr,  # [NUM_ALL, N] or [NUM_ALL, 2 N] (BIAS)
-    pairs_ptr,  # int32 [num_pairs]: of the row of token p // SLOTS (GATHER); WHOLE: the expert of each pair
+    pairs_ptr,  # int32 [num_pairs]: pair p, of token p // SLOTS, at each sorted position (GATHER); WHOLE: the expert of each pair
     ends_ptr,  # int32 [NUM_ALL]; not WHOLE
     y_ptr,  # [num_pairs, N], in the order of x, written
-    num_blocks,  # of BLOCK_M rows, at most; WHOLE: tokens
+    num_blocks,  # maximum number of row blocks; WHOLE: number of tokens
     N: tl.constexpr,
     K: tl.constexpr,
     NUM_ALL: tl.constexpr,
@@ -34,20 +33,23 @@ def grouped_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,  # blocks of rows that are computed side by side, so that one reading of the weights serves them
+    GROUP_M: tl.constexpr,  # row blocks that are computed side by side to share one read of the weights
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
-    SQUARED: tl.constexpr,  # the squared ReLU of the product
+    SQUARED: tl.constexpr,  # squared ReLU
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     BIAS: tl.constexpr,
-    SWAPPED: tl.constexpr,  # the product is W x^T: for few rows, where the weights fill the matrix units' longer side
-    WHOLE: tl.constexpr,  # of at most BLOCK_M tokens: a tile's rows are these, in their own order
+    SWAPPED: tl.constexpr,  # compute W x^T: for few rows, so that weights fill the tensor cores' longer side
+    WHOLE: tl.constexpr,  # at most BLOCK_M tokens: a tile's rows are all tokens, in their own order
     BLOCK_S: tl.constexpr,  # SLOTS rounded up to a power of two
-    DOT: tl.constexpr,  # what the matrix units multiply
+    DOT: tl.constexpr,  # type of the operands of tl.dot
     PDL: tl.constexpr,
 ):
-    """y = W_e x + bias, or its activation. Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: * NUM_ALL. Sums in float32."""
+    """y = W_e x + bias (grouped GEMM) or its activation, summed in float32.
+
+    Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: (cdiv(N, BLOCK_N) * NUM_ALL).
+    """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
@@ -88,8 +90,9 @@ def grouped_product(
 def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr,
               SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, WHOLE: tl.constexpr,
               BLOCK_S: tl.constexpr):  # fmt: skip
-    """A program's tile: its expert, which block of outputs, the rows [BLOCK_M] in x's order and which of them there are, and
-    whether there is anything to do."""
+    """Return a program's tile: its expert, its block of outputs, its rows [BLOCK_M] in x's order, which rows exist, and whether
+    there is anything to do.
+    """
     if WHOLE:
         expert = tl.program_id(0) // NUM_N
         column = tl.program_id(0) % NUM_N
@@ -116,7 +119,7 @@ def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.
 
 @triton.jit
 def input_rows(pairs_ptr, row, live, SLOTS: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows of x [BLOCK_M] that those rows of y are products of."""
+    """Return the rows of x [BLOCK_M] for rows of y."""
     if GATHER and WHOLE:
         x_row = tl.where(live, row // SLOTS, 0)
     elif GATHER:
@@ -130,7 +133,7 @@ def input_rows(pairs_ptr, row, live, SLOTS: tl.constexpr, GATHER: tl.constexpr, 
 def store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
                SQUARED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
                SWAPPED: tl.constexpr):  # fmt: skip
-    """From whole sums to y: bias and activation."""
+    """Apply bias and activation to complete sums, and store them to y."""
     if SWAPPED:
         n_at = n[:, None]
         y_at = y_ptr + row.to(tl.int64)[None, :] * N + n_at
@@ -147,13 +150,13 @@ def store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N: tl.constexpr,
     if GATED:
         gate = activated(gate, up, ALPHA, LIMIT)
     if SQUARED:
-        gate = tl.where(gate > 0.0, gate * gate, gate * 0.0)  # which keeps a NaN
+        gate = tl.where(gate > 0.0, gate * gate, gate * 0.0)  # keeps a NaN
     tl.store(y_at, gate.to(y_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def _pairs_of(expert, experts_ptr, num_tokens, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The pair of each token with an expert, [BLOCK_M]; -1: it did not choose it."""
+    """Return the pair of each token with an expert, [BLOCK_M]; -1 if the token did not select it."""
     token = tl.arange(0, BLOCK_M)[:, None]
     slot = tl.arange(0, BLOCK_S)[None, :]
     pair = token * SLOTS + slot
@@ -163,7 +166,7 @@ def _pairs_of(expert, experts_ptr, num_tokens, SLOTS: tl.constexpr, BLOCK_M: tl.
 
 @triton.jit
 def _multiplied(x, weight, sums, SWAPPED: tl.constexpr, DOT: tl.constexpr):
-    """sums + x W^T [BLOCK_M, BLOCK_N], or its transpose."""
+    """Return sums + x W^T [BLOCK_M, BLOCK_N], or its transpose."""
     if SWAPPED:
         sums = tl.dot(weight.to(DOT), tl.trans(x).to(DOT), sums, input_precision="ieee")
     else:
@@ -173,7 +176,7 @@ def _multiplied(x, weight, sums, SWAPPED: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def activate_rows(
-    x_ptr,  # [rows, 2 INNER], gate beside up
+    x_ptr,  # [rows, 2 INNER], gate before up
     bias_ptr,  # [NUM_ALL, 2 INNER] (BIAS)
     ends_ptr,  # int32 [NUM_ALL]
     y_ptr,  # [rows, INNER], written
@@ -186,7 +189,7 @@ def activate_rows(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The activation of rows that a library multiplied. Grid (rows, cdiv(INNER, BLOCK))."""
+    """Apply bias and activation to rows that a library multiplied. Grid (rows, cdiv(INNER, BLOCK))."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -205,7 +208,7 @@ def activate_rows(
 
 @triton.jit
 def _expert_of(row, ends_ptr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The expert that a row in the order of experts belongs to."""
+    """Return the expert of a row in sorted order."""
     e = tl.arange(0, BLOCK_E)
     return tl.sum((tl.load(ends_ptr + e, mask=e < NUM_ALL, other=2147483647) <= row).to(tl.int32), 0)
 
@@ -220,7 +223,7 @@ def gather_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every pair's token, in the order of experts. Grid (rows, cdiv(HIDDEN, BLOCK))."""
+    """Copy every pair's token, sorted by expert. Grid (rows, cdiv(HIDDEN, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -233,8 +236,8 @@ def gather_rows(
 
 @triton.jit
 def add_slots(
-    x_ptr,  # [num_pairs, HIDDEN], in the order of experts
-    bias_ptr,  # [NUM_ALL, HIDDEN] (BIAS), where the product did not add it
+    x_ptr,  # [num_pairs, HIDDEN], sorted by expert
+    bias_ptr,  # [NUM_ALL, HIDDEN] (BIAS), if the GEMM did not add it
     experts_ptr,  # int32 [num_tokens * SLOTS]
     weights_ptr,  # float32 [num_tokens * SLOTS]
     places_ptr,  # int32 [num_tokens * SLOTS]
@@ -245,7 +248,7 @@ def add_slots(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y += the weighted sum of what a token's experts gave, in the order of its slots. Grid (num_tokens, cdiv(HIDDEN, BLOCK))."""
+    """y += the weighted sum of the experts' outputs, in the order of a token's slots. Grid (num_tokens, cdiv(HIDDEN, BLOCK))."""
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < HIDDEN
@@ -265,26 +268,26 @@ def add_slots(
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def grouped_quantized_product(
-    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], in the order of experts (WHOLE: of tokens)
+    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], sorted by expert (WHOLE: in token order)
     weight_ptr,  # bytes [NUM_ALL * N, ROW]; GATED: [NUM_ALL * 2 N, ROW], gate over up
-    scales_ptr,  # [rows of scales, SCALES], float; exponents, uint8 (mxfp4)
-    zeros_ptr,  # uint8, likewise (ZEROS)
+    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4)
+    zeros_ptr,  # uint8 [rows of scales, SCALES] (ZEROS)
     bias_ptr,  # [NUM_ALL, N] or [NUM_ALL, 2 N] (BIAS)
-    pairs_ptr,  # int32 [num_pairs]: of the row of token p // SLOTS (GATHER); WHOLE: the expert of each pair
+    pairs_ptr,  # int32 [num_pairs]: pair p, of token p // SLOTS, at each sorted position (GATHER); WHOLE: the expert of each pair
     ends_ptr,  # int32 [NUM_ALL]; not WHOLE
     y_ptr,  # [num_pairs, N], in the order of x, written
-    num_blocks,  # of BLOCK_M rows, at most; WHOLE: tokens
+    num_blocks,  # maximum number of row blocks; WHOLE: number of tokens
     N: tl.constexpr,
     K: tl.constexpr,
-    ROW: tl.constexpr,  # bytes of a row
+    ROW: tl.constexpr,  # bytes per row
     WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
-    HALF: tl.constexpr,  # bytes of a group of two codes a byte; 0: a byte is a code
-    SCALES: tl.constexpr,  # scales of a row
+    HALF: tl.constexpr,  # bytes of a group with two values per byte; 0 means one value per byte
+    SCALES: tl.constexpr,  # scales per row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale: a multiple of SPAN, or a divisor
     SCALE_ROWS: tl.constexpr,  # rows that share scales
     ZEROS: tl.constexpr,
@@ -293,9 +296,9 @@ def grouped_quantized_product(
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,  # bytes of a row that are multiplied at a time
+    SPAN: tl.constexpr,  # bytes of a row per iteration
     STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,  # as in grouped_product, and so are the others
+    GROUP_M: tl.constexpr,  # this and the following parameters as in grouped_product
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
@@ -305,10 +308,13 @@ def grouped_quantized_product(
     WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     DOT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,  # codes are unpacked by instructions of NVIDIA's
+    ASSEMBLY: tl.constexpr,  # unpack with NVIDIA instructions (inline PTX)
     PDL: tl.constexpr,
 ):
-    """y = W_e x + bias, or its activation. Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: * NUM_ALL. Sums in float32."""
+    """y = W_e x + bias (grouped GEMM with dequantize) or its activation, summed in float32.
+
+    Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: (cdiv(N, BLOCK_N) * NUM_ALL).
+    """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (ROW + SPAN - 1) // SPAN
     WIDTH: tl.constexpr = 2 * N if GATED else N
@@ -322,7 +328,7 @@ def grouped_quantized_product(
     if wanted:
         x_rows = x_ptr + input_rows(pairs_ptr, row, live, SLOTS, GATHER, WHOLE).to(tl.int64)[:, None] * K
         i = tl.arange(0, SPAN)
-        first = expert * WIDTH  # of the expert's rows
+        first = expert * WIDTH  # first row of the expert
         weight_at = weight_ptr + first.to(tl.int64) * ROW + n[:, None] * ROW + i[None, :]
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -343,7 +349,7 @@ def grouped_quantized_product(
             high = low
             if HALF > 0:
                 high = tl.trans(tl.load(x_rows + (at + HALF)[None, :], mask=inside, other=0.0).to(DOT))
-            # A chunk ahead, since what feeds no product by itself is not asked for early.
+            # One chunk ahead, since Triton does not prefetch loads that do not feed a tl.dot directly.
             next_scales, next_zeros = _scales(scales_ptr, zeros_ptr, first, n, c + 1, N, ROW, SPAN, SCALES, SCALE_SPAN,
                                               SCALE_ROWS, ZEROS)  # fmt: skip
             gate = multiply_codes(codes, scales, zeros, low, high, gate, WEIGHT, HALF, SPAN, SCALE_SPAN, ZEROS, DOT, ASSEMBLY)
@@ -361,7 +367,7 @@ def grouped_quantized_product(
 @triton.jit
 def _scales(scales_ptr, zeros_ptr, first, n, c, N: tl.constexpr, ROW: tl.constexpr, SPAN: tl.constexpr, SCALES: tl.constexpr,
             SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Scales and zeros of chunk c of rows first + n [BLOCK_N], or of the groups in it [BLOCK_N, groups]."""
+    """Load the scales and zeros of chunk c of rows first + n: [BLOCK_N], or [BLOCK_N, groups] for the groups in the chunk."""
     row = (first + n) // SCALE_ROWS * SCALES
     if SCALE_SPAN >= SPAN:
         inside = n < tl.where(c * SPAN < ROW, N, 0)

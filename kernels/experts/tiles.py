@@ -1,4 +1,4 @@
-"""Experts of many tokens: kernels of grouped products over pairs in the order of their experts."""
+"""MoE kernels for many tokens: grouped GEMMs (grouped_gemm) over pairs sorted by expert."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
 
 
 def span_of_a_tile(form: WeightBytes, columns: int) -> int:
-    """Bytes of a row that tiles of so many columns multiply at a time: under one scale, or under scales of whole groups."""
+    """Return the bytes of a row that tiles with this many columns multiply per iteration: under one scale, or covering whole
+    groups.
+    """
     num_bytes = columns // 2 if form.half else columns
     if form.half and num_bytes % form.scale_span == 0:
         return num_bytes
-    if num_bytes <= form.scale_span == form.row:  # the end of the last piece is masked
+    if num_bytes <= form.scale_span == form.row:  # the end of the last chunk is masked
         return num_bytes
     return math.gcd(num_bytes, form.scale_span)
 
 
 class SortingKernel(TritonExperts):
-    """Kernels whose results lie in the order of experts, and are added up at the end."""
+    """Base of kernels whose results are sorted by expert and summed at the end."""
 
     def _add_slots(self, parts: Tensor, bias: Tensor | None, routed: Routed, places: Tensor, out: Tensor) -> None:
-        """out += the weighted sum over each token's slots of parts [num_pairs, hidden_size], in the order of experts."""
+        """out += the weighted sum over each token's slots. parts: [num_pairs, hidden_size], sorted by expert."""
         num_tokens, hidden = out.shape
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {"HIDDEN": hidden, "SLOTS": self._config.num_slots, "BLOCK": block, "BIAS": bias is not None}
@@ -68,14 +70,14 @@ class SortingKernel(TritonExperts):
 
 
 class TileKernel(SortingKernel):
-    """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer; four without the order."""
+    """Grouped GEMM in Triton over pairs sorted by expert: five launches per layer, four without sorting."""
 
     plain: ClassVar[ExpertTiling | None] = None
-    """Tiles over plain weights; None: the kernel reads none."""
+    """Tiling over dense weights. None means that the kernel does not support them."""
     quantized: ClassVar[ExpertTiling | None] = None
-    """Tiles of layers with a quantised weight, likewise."""
+    """Tiling of layers with a quantized weight. None means that the kernel does not support them."""
     always: ClassVar[bool] = False
-    """Whether it takes any number of tokens, not only those that such tiles may suit."""
+    """True if the kernel runs any number of tokens, not only numbers that suit its tiles."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
@@ -99,7 +101,9 @@ class TileKernel(SortingKernel):
         return support
 
     def runs(self, num_tokens: int) -> bool:
-        """See ExpertsKernel. Tiles of many rows need experts of some pairs, and for very many those of few are too small."""
+        """Return whether the tiles suit this number of tokens. Tall tiles need several pairs per expert; short ones are slow for
+        very many.
+        """
         pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
         if self._tiling.whole:
             return num_tokens <= rows
@@ -118,7 +122,7 @@ class TileKernel(SortingKernel):
     def _multiply(
         self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, order: ExpertOrder, y: Tensor, first: bool
     ) -> None:
-        """first: the product of the experts' inputs, with the activation behind it."""
+        """Launch one of the two GEMMs. first: the gate/up projection, with its activation."""
         tiling, config = self._tiling, self._config
         gated = first and config.gated
         num_pairs, width = y.shape
@@ -152,7 +156,7 @@ class TileKernel(SortingKernel):
 
     def _plain(self, x: Tensor, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
         tiling = self._tiling
-        # The last stage needs no memory of its own; how many there are changes no sum.
+        # The last stage needs no extra memory. The number of stages does not change results.
         stage = (tiling.block_m + (2 if gated else 1) * block_n) * tiling.block_k * 2
         stages = min(tiling.stages, 1 + self._shared_memory // stage)
         how = {"BLOCK_K": tiling.block_k * 2 // x.itemsize, "STAGES": stages, "SWAPPED": tiling.swapped, "DOT": dot_type(x.dtype)}
@@ -162,24 +166,26 @@ class TileKernel(SortingKernel):
         tiling = self._tiling
         span = span_of_a_tile(form, tiling.block_k)
         stage = span * (block_n * (2 if gated else 1) + 2 * tiling.block_m * (2 if form.half else 1))
-        unpacked = 2 * block_n * tiling.block_k  # on the way to the matrix units
+        unpacked = 2 * block_n * tiling.block_k  # on the way to the tensor cores
         stages = min(tiling.stages, 1 + (self._shared_memory - unpacked) // stage)
         how = {"SPAN": span, "STAGES": stages, **form_constants(form, x.dtype)}
         return self._launchers.get(grouped_quantized_product, tiling.warps, {**sizes, **how})
 
 
 def tile_kernel(name: str) -> type[TileKernel]:
-    """Return the class of a kernel of PLAIN_TILINGS or QUANTIZED_TILINGS."""
+    """Return the kernel class named `name`, from PLAIN_TILINGS or QUANTIZED_TILINGS."""
     return tiled(PLAIN_TILINGS.get(name), QUANTIZED_TILINGS.get(name))
 
 
 def invariant_kernels() -> list[type[ExpertsKernel]]:
-    """Return the kernels that serve any number of tokens where a token's bits must not depend on it: of plain, of quantised."""
+    """Return the kernels for any number of tokens in deterministic mode: for dense and for quantized weights."""
     return [tiled(INVARIANT, None, always=True), tiled(None, QUANTIZED_INVARIANT, always=True)]
 
 
 def tiled(plain: ExpertTiling | None, quantized: ExpertTiling | None, always: bool = False) -> type[TileKernel]:
-    """Return the class of a kernel of tiles; see the fields of TileKernel. Those of one name differ only in warps and stages."""
+    """Return a kernel class with these tiles; see the fields of TileKernel. Tilings of one name differ only in warps and
+    stages.
+    """
     tiling = plain or quantized
     assert tiling is not None
     fields = {"name": tiling.name, "sorts": not tiling.whole, "plain": plain, "quantized": quantized, "always": always}
@@ -187,7 +193,7 @@ def tiled(plain: ExpertTiling | None, quantized: ExpertTiling | None, always: bo
 
 
 class GroupedMM(SortingKernel):
-    """Pairs in the order of experts, multiplied by torch's grouped product: seven launches a layer; bfloat16 alone."""
+    """Grouped GEMM by torch over pairs sorted by expert: seven launches per layer, only bfloat16."""
 
     name = "torch.grouped_mm"
     capabilities = ExpertsCapabilities(
@@ -201,7 +207,9 @@ class GroupedMM(SortingKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """See ExpertsKernel. Rows begin at multiples of 16 bytes; those of hidden sizes always do."""
+        """Return whether torch supports the layer: rows must start at multiples of 16 bytes, as those of hidden sizes always
+        do.
+        """
         support, inner = super().supports(spec), spec.config.intermediate_size
         return support & (Support.no("experts' inner size", "a multiple of 8", inner) if inner % 8 else YES)
 
@@ -219,7 +227,7 @@ class GroupedMM(SortingKernel):
         self._add_slots(parts, weights.down_bias, routed, order.places, out)
 
     def _activate(self, both: Tensor, order: ExpertOrder, bias: Tensor | None) -> Tensor:
-        """The hidden rows of experts out of their first product; without a gate by torch's operations, two launches."""
+        """Activate the first GEMM's output. Without a gate, by torch's operations in two launches."""
         config, num_pairs, inner = self._config, len(both), self._config.intermediate_size
         if not config.gated:
             return both.relu_().square_()
@@ -232,28 +240,27 @@ class GroupedMM(SortingKernel):
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [num_pairs, K] times weight [num_all, N, K], each row by its expert's."""
-    if AHEAD.get() is not None:  # nothing has filled `ends`, and the library traps on what lies there
+    """Return x [num_pairs, K] times weight [num_all, N, K], each row with its expert's weight."""
+    if AHEAD.get() is not None:  # `ends` is not filled yet, and the library traps on arbitrary values
         return x.new_empty((len(x), weight.shape[1]))
     return torch._grouped_mm(x, weight.mT, offs=ends)
 
 
 _LEAST_PAIRS = 16
-"""Pairs that experts must have on average before their weights are expanded: with fewer that takes longer than all the rest."""
+"""Minimum average number of pairs per expert: with fewer, dequantizing takes longer than all the rest."""
 
 
 class DequantizingKernel(RoutedKernel):
-    """Two launches that write the weights of all experts in half precision, and then a kernel over plain weights.
+    """Two launches that dequantize all experts' weights to half precision, followed by a kernel over dense weights.
 
-    Memory for them is torch's for the length of the layer, so that all layers have the same in turn; the engine's trial step
-    counts it among activations.
+    Their memory is allocated by torch during the layer, so all layers reuse it. The engine's trial step counts it as activations.
     """
 
     capabilities = ExpertsCapabilities(
         formats=QUANTIZED_FORMATS | {"plain"}, devices=GPUS, biases=True, ungated=True, clamped=True
     )
     inner: ClassVar[type[RoutedKernel]]
-    """The kernel over plain weights."""
+    """Kernel over dense weights."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
@@ -291,6 +298,6 @@ def _expanded(spec: ExpertsSpec) -> ExpertsSpec:
 
 
 def dequantizing(name: str) -> type[DequantizingKernel]:
-    """Return the class that expands weights for a kernel over plain ones. name: of EXPANDED."""
+    """Return the class that dequantizes weights for a kernel over dense weights. name: one of EXPANDED."""
     inner = GroupedMM if name == GroupedMM.name else tile_kernel(name)
     return type("DequantizingKernel", (DequantizingKernel,), {"name": f"dequantize+{name}", "inner": inner})

@@ -1,4 +1,4 @@
-"""The tensors of a layer of experts: their forms, and the part that one rank holds."""
+"""Weights of a layer of experts (MoE): their formats, and the shard of one rank."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from headway.kernels.linear.axes import Axis, Division
 from headway.kernels.linear.forms import weight_bytes
 
 
-class ExpertsCut:
-    """The experts of one rank: some columns of each expert, or some experts whole.
+class ExpertsShard:
+    """Shard of the experts on one rank: some columns of each expert, or some experts whole.
 
-    By columns where the ranks divide an expert's inner size, so that every rank reads equally many bytes whichever experts the
-    tokens choose; else by expert, where they divide the number of experts. Shared experts, which every token passes, are cut by
-    columns in both. The router is every rank's: all of them choose alike.
+    By columns if the ranks divide an expert's inner size, so every rank reads the same number of bytes whichever experts are
+    selected. Otherwise by expert, if the ranks divide the number of experts. Shared experts, used by every token, are always
+    split by columns. The router is replicated, so all ranks select the same experts.
     """
 
     def __init__(self, config: ExpertsConfig, division: Division | None = None) -> None:
-        """config: the whole layer's, of which `needs` has nothing to say. division: None: there is one rank."""
+        """Compute the shard. config: the whole layer's, for which `needs` returns nothing. division: None means one rank."""
         division = division or Division(0, 1)
         self.first = division.rank == 0
         by_columns = config.intermediate_size % division.size == 0
         self.experts = Axis.all(config.num_experts) if by_columns else division.even(config.num_experts)
         """Routed experts."""
         self.inner = division.even(config.intermediate_size) if by_columns else Axis.all(config.intermediate_size)
-        """Columns of a routed expert's last product."""
+        """Columns of a routed expert's down projection."""
         self.shared = division.even(config.shared_intermediate_size)
-        """Columns of the shared experts' last products together."""
+        """Columns of the shared experts' down projections together."""
         self.own = replace(
             config,
             intermediate_size=self.inner.size,
             shared_intermediate_size=self.shared.size,
             held=None if by_columns else self.experts.held[0],
         )
-        """The rank's layer."""
+        """Configuration of the rank's shard."""
 
 
 def needs(config: ExpertsConfig, size: int, by_expert: bool) -> list[str]:
-    """Say what the number of ranks would have to be where it does not suit a layer of experts."""
+    """Return what the number of ranks would have to divide, or an empty list if the layer can be split."""
     inner, experts, shared = config.intermediate_size, config.num_experts, config.shared_intermediate_size
     found = []
     if inner % size and (experts % size or not by_expert):
@@ -56,7 +56,7 @@ def needs(config: ExpertsConfig, size: int, by_expert: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWeights(ExpertsWeights):
-    """The weights of a layer's experts, and those of the router before them. Of several ranks, those that this one holds."""
+    """Weights of a layer's experts on this rank, and of the router before them."""
 
     router: Tensor
     """[num_logits, hidden_size]"""
@@ -67,20 +67,20 @@ class RoutedWeights(ExpertsWeights):
 
 
 def spec_of(config: ExpertsConfig, weights: RoutedWeights) -> ExpertsSpec:
-    """Return what kernels are asked for of a layer."""
+    """Return the spec of a layer, for asking kernels."""
     router, first, last = weights.router, WeightFormat.of(weights.gate_up), WeightFormat.of(weights.down)
     return ExpertsSpec(config, router.shape[1], router.dtype, router.device, first, last)
 
 
 def examples_of(spec: ExpertsSpec) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:
-    """Return weights as a layer's two, without memory; None for a plain one."""
+    """Return the quantized formats of a layer's two weights, without memory. None for a dense weight."""
     config, hidden = spec.config, spec.hidden_size
     first = spec.gate_up.sample(config.num_all * config.up_size, hidden)
     return first, spec.down.sample(config.num_all * hidden, config.intermediate_size)
 
 
 def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Weight]:
-    """Return the weights of single experts, [N, K]. count: of how many the weight is."""
+    """Return the weights of single experts, [N, K]. count: number of experts in `stacked`."""
     if isinstance(stacked, Tensor):
         return list(stacked)
     rows = stacked.shape[0] // count
@@ -88,10 +88,10 @@ def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Weight]:
 
 
 def reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels of experts read a weight [experts * out, in] as it is: on a GPU, for x in half precision.
+    """Return whether MoE kernels read a quantized weight [experts * out, in] directly: on a GPU, for x in half precision.
 
-    A CPU computes experts one after the other over plain weights, and a GPU's other element types are rare: there weights are
-    expanded as they are read, which the log tells with the memory that it takes.
+    On a CPU, experts are computed one by one over dense weights, and other element types are rare on GPUs. There, weights are
+    dequantized when they are loaded; the log reports the memory for that.
     """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
@@ -99,7 +99,9 @@ def reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.dev
 
 
 def reads_form(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether x of a type can be multiplied: float16 has no place for MXFP4's scales, and columns lie as the inputs do."""
+    """Return whether kernels can multiply x of a type: float16 cannot represent MXFP4's scales, and columns must not be
+    reordered.
+    """
     if isinstance(weight, Float4Weight):
         return dtype == torch.bfloat16
     ordered = isinstance(weight, Int4Weight) and weight.order is not None

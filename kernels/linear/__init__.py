@@ -1,1 +1,1 @@
-"""Linear layers: representations of weights and the GEMM kernels that multiply them."""
+"""Linear layers: representations of weights, and the GEMM and GEMV kernels that multiply them."""

@@ -1,4 +1,4 @@
-"""The choice of the kernel that computes a linear layer: the one that was asked for, the fastest measured one, or a rule."""
+"""Choice of the kernel for a linear layer: the requested kernel, the fastest measured kernel, or a rule's."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from headway.core.select.costs import AxisTimes, CountAxis
 
 log = logging.getLogger("headway")
 Layer = Any
-"""A `Linear`, whose module imports this one."""
+"""A `Linear`. Its module imports this one, so the type cannot be named here."""
 
 ROW_COUNTS = tuple(2**n for n in range(14))
-"""Numbers of rows that are measured; any other takes the choice of the next larger one, whose tiles are the same."""
+"""Measured numbers of rows. Any other number uses the choice of the next larger one, which has the same tiles."""
 ROWS = CountAxis("rows", ROW_COUNTS)
 NUM_BUCKETS: Final = 32
-"""Buckets of rows that a layer is bound for: up to 1, 2, 4, ... rows."""
+"""Number of row buckets that a layer is bound for: up to 1, 2, 4, ... rows."""
 FEW, SHARED = "few_rows", "shared_rows"
-"""Our GEMV and split-K GEMM over quantised weights in CUDA C++, for up to 16 rows and for up to 512."""
+"""GEMV (up to 16 rows) and split-K GEMM (up to 512 rows) over quantized weights in CUDA C++."""
 FLOAT8 = "w8a8"
-"""Our GEMM of FP8 by FP8, for up to 256 rows, which are rounded."""
+"""GEMM of FP8 by FP8 for up to 256 rows, which are rounded to FP8."""
 KERNEL, SCALED, DEQUANTIZED = "kernel", "scaled_mm", "dequantize"
-"""Our GEMM over quantised weights in Triton; `torch._scaled_mm`, for which x is rounded to FP8; cuBLAS over a weight that is
-dequantised for each product."""
+"""Triton GEMM over quantized weights; `torch._scaled_mm`, with x rounded to FP8; cuBLAS after dequantizing in every call."""
 GEMV, TILES, TORCH = "gemv", "tiles", "torch"
-"""Our kernels over plain weights for up to 16 rows and for up to 128, and torch.mm."""
+"""Triton GEMV for up to 16 rows and split-K GEMM for up to 128 rows over dense weights, and torch.mm."""
 MARLIN, CUTLASS = "marlin", "cutlass"
 NATIVE, INT4PACK, ONEDNN, EXPANDED = "native", "int4pack", "onednn", "expanded"
-"""On a CPU: our C, torch's product over packed int4, oneDNN, and a weight that is dequantised once."""
+"""CPU kernels: our C library, torch's GEMM over packed int4, oneDNN, and a weight that is dequantized once."""
 
 
 def _info(name: str, summary: str, place: str, extra: str = "", devices: tuple[str, ...] = ("cuda",)) -> LinearKernelInfo:
@@ -68,13 +67,13 @@ BUILTIN: Final = (
     _info(TORCH, "torch.mm over a plain weight", "cpu_kernels:TorchMM", devices=()),
     _info(EXPANDED, "a weight that is dequantised once, on a CPU", "cpu_kernels:Expanded", devices=("cpu",)),
 )
-"""Where nothing else decides, the first that can compute a layer does; over quantised weights on a GPU `rule` comes before."""
+"""Registrations in order of preference without measurements. For quantized weights on a GPU, `rule` decides first."""
 
 ON_GPU: Final = tuple(each.name for each in BUILTIN if "cpu" not in each.devices)
 
 
 def rule(rows: int, able: Collection[str]) -> str:
-    """Choose without a measurement: a kernel as long as reading the weight takes longest, then what multiplies fastest."""
+    """Select a kernel without measurements: a fused kernel while reading the weight dominates, else the fastest GEMM."""
     most = FEW_ROWS if SCALED in able else MORE_ROWS
     if FEW in able and rows <= LEAST_SHARED:
         return FEW
@@ -86,17 +85,23 @@ def rule(rows: int, able: Collection[str]) -> str:
 
 
 WORTH = 1.05
-"""How much faster a kernel that rounds x must be than one that does not."""
+"""Minimum speedup of a kernel that rounds x over one that does not."""
 LEAST_SHARED = 8
-"""Rows up to which `few_rows` serves. On an H200, an 8B layer in 4 bits: 55 us to 67 at 8 rows, 73 to 65 at 16."""
+"""Maximum rows for `few_rows`. On an H200, a 4-bit layer of an 8B model takes 55 us instead of 67 at 8 rows, 73 instead of 65 at
+16.
+"""
 FEW_ROWS = 32
-"""Rows up to which the kernel serves where `torch._scaled_mm` does too. On an H200, fp8 28672 x 4096: 91 us to 63 at 64 rows."""
+"""Maximum rows for the fused kernels if `torch._scaled_mm` is available. H200, FP8 28672 x 4096, 64 rows: 91 us, scaled_mm 63
+us.
+"""
 MORE_ROWS = 256
-"""Likewise where only `dequantize` does. On an H200, 4 bits 28672 x 4096: 209 us to 202 at 256 rows."""
+"""Maximum rows for the fused kernels if only `dequantize` is available. H200, 4-bit 28672 x 4096, 256 rows: 209 us, dequantize
+202 us.
+"""
 
 
 class LinearChoice:
-    """Linear layers of one format and shape: the kernels that can compute them, and the one for each number of rows."""
+    """Choice of a kernel for linear layers of one format and shape: the candidates, and the kernel for each number of rows."""
 
     def __init__(
         self,
@@ -104,32 +109,39 @@ class LinearChoice:
         kernels: Mapping[str, LinearKernel],
         refused: Mapping[str, Support] | None = None,
         gated: bool = False,
-        guests: Collection[str] = (),
+        third_party: Collection[str] = (),
         named: str | None = None,
         fixed: bool = False,
     ) -> None:
-        """name: format, shape and whatever else tells choices apart. kernels: by label, in the order in which they are preferred
-        without a measurement. refused: the other kernels, and why not. guests: names of third parties' kernels. named: the
-        kernel that the user asked for, which runs wherever it can. fixed: times decide nothing (deterministic mode)."""
+        """Prepare the choice.
+
+        name: format, shape and whatever else distinguishes choices. kernels: candidates by label, in order of preference
+            without measurements. refused: reasons against the other kernels. third_party: names of third parties' kernels.
+            named: the kernel that the user requested, which is used wherever it can run. fixed: True if measured times are
+            ignored (deterministic mode).
+        """
         self.name = name
         self.fixed = fixed
         self.gated = gated
         self.kernels = dict(kernels)
         self.refused = dict(refused or {})
-        self.compute: Callable[[str, Tensor, Layer], Tensor] = self._alone
-        """The step of x [rows, in_features] and a layer by a kernel: the product, or if it is gated and the device's operations
-        fuse that, RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second."""
+        self.compute: Callable[[str, Tensor, Layer], Tensor] = self._compute_one
+        """Computes a layer for x [rows, in_features] by the named kernel.
+
+        If gated and the device's operations fuse it: RMSNorm (weight 1, epsilon 1e-6), both GEMMs, and SiLU of the first times
+        the second.
+        """
         self._layers: WeakSet[Layer] = WeakSet()
-        self.guests = frozenset(guests)
-        """Names of third parties' kernels for the device, those that are refused among them."""
+        self.third_party = frozenset(third_party)
+        """Names of third parties' kernels for the device, including refused ones."""
         self._named = named
         self.times: AxisTimes | None = None
-        """Measured times by which the layers choose. None means that a rule chooses."""
+        """Measured times that select the kernel. None means that a rule selects it."""
         self._chosen: dict[int, LinearKernel] = {}
 
     @property
     def layers(self) -> list[Layer]:
-        """A model's layers of this kind, in their order."""
+        """The model's layers of this kind, in order."""
         return sorted(self._layers, key=lambda layer: layer.number)
 
     def add(self, layer: Layer) -> None:
@@ -138,31 +150,31 @@ class LinearChoice:
 
     @property
     def is_decided(self) -> bool:
-        """True if the kernel that the user asked for serves, so that nothing need be measured."""
+        """True if the requested kernel is used, so that nothing needs to be measured."""
         return any(map(self.is_named, self.kernels))
 
     @property
     def is_open(self) -> bool:
-        """True if a third party's kernel takes part, so that a rule does not know the fastest."""
-        return any(self.is_guest(name) for name in self.kernels)
+        """True if a third party's kernel is a candidate, so that the rule cannot know the fastest."""
+        return any(self.is_third_party(name) for name in self.kernels)
 
     @cached_property
     def is_invariant(self) -> bool:
-        """True if one third party's kernel serves any number of rows, in deterministic mode."""
+        """True if one third party's kernel runs any number of rows, in deterministic mode."""
         serving = [*self.serving()]
-        return self.fixed and len(serving) == 1 and self.is_guest(serving[0])
+        return self.fixed and len(serving) == 1 and self.is_third_party(serving[0])
 
     @property
-    def hands_over(self) -> bool:
-        """True if a third party's kernel takes part that computes more than the product."""
-        return any(kernel.capabilities.fused for name, kernel in self.kernels.items() if self.is_guest(name))
+    def fuses_more(self) -> bool:
+        """True if a third party's candidate fuses more operations than the GEMM."""
+        return any(kernel.capabilities.fused for name, kernel in self.kernels.items() if self.is_third_party(name))
 
-    def is_guest(self, name: str) -> bool:
-        """Return whether a kernel is a third party's. name: with its variant."""
-        return name.partition(" ")[0] in self.guests
+    def is_third_party(self, name: str) -> bool:
+        """Return whether a kernel is a third party's. name: name, optionally with the variant."""
+        return name.partition(" ")[0] in self.third_party
 
     def is_named(self, name: str) -> bool:
-        """Return whether a kernel is the one that the user asked for. name: with its variant."""
+        """Return whether a kernel is the requested one. name: name, optionally with the variant."""
         return name.partition(" ")[0] == self._named
 
     def able(self, rows: int) -> list[str]:
@@ -172,7 +184,7 @@ class LinearChoice:
         return [name for name in able if self.is_named(name)] or able
 
     def leave_out(self, name: str, why: Support) -> None:
-        """Let a kernel serve no longer."""
+        """Remove a kernel from the candidates."""
         del self.kernels[name]
         self.refused[name] = why
         self._rebind()
@@ -184,18 +196,18 @@ class LinearChoice:
         measured = None if self.times is None else self.times.fastest(rows, able, coarser)
         if measured is not None:
             return measured
-        own = [name for name in able if not self.is_guest(name)]
+        own = [name for name in able if not self.is_third_party(name)]
         return rule(1 << max(rows - 1, 0).bit_length(), own or able)
 
     def kernel_of(self, bucket: int) -> LinearKernel:
-        """Return the kernel for more than 2**(bucket - 1) rows and up to 2**bucket, which is chosen at the first call."""
+        """Return the kernel for more than 2**(bucket - 1) and up to 2**bucket rows, selected at the first call."""
         found = self._chosen.get(bucket)
         if found is None:
             found = self._chosen[bucket] = self.kernels[self.kernel_for(1 << bucket)]
         return found
 
-    def obey(self, times: AxisTimes) -> None:
-        """Choose by measured times from now on: before any graph is captured."""
+    def use_times(self, times: AxisTimes) -> None:
+        """Use measured times to select kernels from now on. Call this before any graph is captured."""
         self.times = times
         self._rebind()
 
@@ -206,32 +218,32 @@ class LinearChoice:
 
     @property
     def source(self) -> str:
-        """Where the choice comes from, in words: the user, measured times, or the rule."""
+        """Origin of the choice, for messages: the user, measured times, or the rule."""
         if self.is_decided:
             return "asked for"
         return "rule, not measured" if self.times is None else self.times.source
 
     def serving(self) -> dict[str, int]:
-        """Return the names of the kernels that serve, and the least of ROW_COUNTS that each does."""
+        """Return the names of the kernels in use, each with the smallest of ROW_COUNTS that it runs."""
         return {self.kernel_for(rows): rows for rows in reversed(ROW_COUNTS)}
 
     def changes(self) -> dict[int, str]:
-        """Return, for each number of rows at which the choice changes, the kernel from there on."""
+        """Return the kernel from each number of rows at which the choice changes."""
         return ROWS.changes(self.kernel_for)
 
     def describe(self) -> str:
-        """Return the kernel for each range of rows, and where the choice comes from, in words."""
+        """Describe the kernel for each range of rows, and the origin of the choice."""
         return ROWS.describe(self.changes(), self.source)
 
-    def _alone(self, name: str, x: Tensor, layer: Layer) -> Tensor:
-        """Return a layer's product by one kernel, with nothing before and after it."""
+    def _compute_one(self, name: str, x: Tensor, layer: Layer) -> Tensor:
+        """Compute a layer by one kernel, without fused operations."""
         found: Tensor = layer.bound_to(self.kernels[name])(x)
         return found
 
     def replace_failed(self, name: str, error: Exception) -> LinearKernel | None:
-        """Leave a kernel out that raised in a step, with a warning; return None if it was left out before.
+        """Remove a kernel that raised in a step, with a warning. Return it, or None if it was removed before.
 
-        :raises BackendError: the user asked for it, or no other kernel can compute the layer.
+        :raises BackendError: if the user requested it, or no other kernel can compute the layer.
         """
         why = f"{type(error).__name__}: {error}"
         if self.is_named(name) or len(self.kernels) == 1:
@@ -244,13 +256,13 @@ class LinearChoice:
 
 
 def spec_of(weight: Weight, dtype: torch.dtype, device: torch.device) -> LinearSpec:
-    """Return a layer over a weight, without anything around the product. dtype: of x."""
+    """Return the spec of a layer with a weight, without fused operations. dtype: type of x."""
     rows, columns = weight.shape
     return LinearSpec(columns, rows, dtype, device, WeightFormat.of(weight))
 
 
 class LinearKernels:
-    """The linear kernels of a model on one device, and the choice between them for each kind of layer."""
+    """Linear kernels of a model on one device, and the choice between them for each kind of layer."""
 
     def __init__(
         self,
@@ -258,28 +270,31 @@ class LinearKernels:
         names: Sequence[str],
         load: Callable[[str], type[LinearKernel]],
         supports: Callable[[str, LinearSpec], Support],
-        guests: Collection[str] = (),
+        third_party: Collection[str] = (),
         named: str | None = None,
         invariant: bool = False,
     ) -> None:
-        """names: in the order of registration. load: imports a kernel's class. supports: whether it computes a layer here.
-        guests: those of third parties. named: the one that the user asks for; None means auto. invariant: of third parties', only
-        those take part whose rows do not depend on each other's number (deterministic mode)."""
+        """Prepare the kernels.
+
+        names: names in the order of registration. load: imports a kernel's class. supports: returns whether a kernel supports
+            a layer. third_party: names of third parties' kernels. named: the requested kernel; None means auto. invariant: use
+            third parties' kernels only if they are batch-invariant (deterministic mode).
+        """
         self._invariant = invariant
         self.device = device
         self.named = named
         self._names = names
         self._load = load
         self._supports = supports
-        self._guests = frozenset(guests)
+        self._guests = frozenset(third_party)
         self._choices: dict[LinearSpec, LinearChoice] = {}
         self._read: dict[LinearSpec, bool] = {}
-        """Whether a kernel reads the weight of a kind of layer."""
+        """Whether a kernel reads the quantized weight of a kind of layer."""
         self._unserved: dict[str, Support] = {}
-        """Kinds of layers that the kernel that the user asks for does not compute, and why."""
+        """Kinds of layers that the requested kernel does not support, with the reason."""
 
     def choice(self, spec: LinearSpec) -> LinearChoice:
-        """Return the choice for layers of a kind, made at its first call."""
+        """Return the choice for layers of a kind, made at the first call."""
         found = self._choices.get(spec)
         if found is None:
             kernels: dict[str, LinearKernel] = {}
@@ -310,9 +325,9 @@ class LinearKernels:
         return (kernel if support else None), support
 
     def reads(self, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-        """Return whether a kernel reads a weight as it is, and not dequantised when it is loaded. dtype: of x.
+        """Return whether a kernel reads a quantized weight directly, so that it is not dequantized at loading. dtype: type of x.
 
-        Kernels are asked once for each kind of weight. One without elements (torch's device `meta`) is kept.
+        Kernels are asked once for each kind of weight. True for a weight without elements (torch's device `meta`).
         """
         spec = spec_of(weight, dtype, self.device)
         found = self._read.get(spec)
@@ -328,17 +343,17 @@ class LinearKernels:
         return False
 
     def _note_named(self, spec: LinearSpec, refused: Mapping[str, Support]) -> None:
-        """Log once for each kind of layer why the kernel that the user asks for does not compute it."""
+        """Log once for each kind of layer why the requested kernel does not support it."""
         kind, why = str(spec), None if self.named is None else refused.get(self.named)
         if why is not None and kind not in self._unserved:
             self._unserved[kind] = why
             log.info("products %s: --linear-kernel %s does not serve them: %s", kind, self.named, why)
 
     def check_named(self, choices: Iterable[LinearChoice]) -> None:
-        """Check that the kernel that the user asks for serves a layer. choices: those of a model that times decide; others count
-        too.
+        """Check that the requested kernel supports at least one layer.
 
-        :raises ConfigError: it serves none; with every reason.
+        choices: a model's choices to be measured; the choices made so far count too.
+        :raises ConfigError: if it supports none, with every reason.
         """
         made = (*choices, *self._choices.values())
         if self.named is None or any(self.named not in choice.refused for choice in made):
@@ -350,7 +365,7 @@ class LinearKernels:
 
 
 def builtin_kernels(device: torch.device, names: Collection[str] | None = None) -> LinearKernels:
-    """Return Headway's own kernels for a device. names: only these; None means all that are meant for the device."""
+    """Return Headway's own kernels for a device. names: restricts them; None means all that exist for the device."""
     known = {each.name: each for each in BUILTIN}
     if names is None:
         names = [each.name for each in BUILTIN if device.type in (each.devices or (device.type,))]
@@ -363,6 +378,6 @@ def builtin_kernels(device: torch.device, names: Collection[str] | None = None) 
         lacking = [
             reason for reason in kernel.available().reasons if reason.what != "device" or getattr(kernel, "library", False)
         ]
-        return Support(tuple(lacking)) if lacking else kernel.supports(spec)  # a device is there: the caller has tensors on it
+        return Support(tuple(lacking)) if lacking else kernel.supports(spec)  # a device is present: the caller has tensors on it
 
     return LinearKernels(device, [*names], lambda name: known[name].load(), supports)

@@ -1,4 +1,4 @@
-"""The kernels of linear layers on a CPU: our C, torch's product over packed int4, oneDNN, and torch.mm."""
+"""GEMM kernels of linear layers on a CPU: our C library, torch's int4 GEMM, oneDNN, and torch.mm."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ from headway.kernels.linear.choice import EXPANDED, INT4PACK, NATIVE, ONEDNN, TO
 from headway.kernels.linear.forms import GgufWeight
 from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.linear.linear import Linear
-from headway.kernels.runtime.native.library import TYPES, Panels, coded_panels, dense_panels, functions, multiply, native_support
+from headway.kernels.runtime.native.library import (
+    TYPES,
+    PackedWeight,
+    functions,
+    multiply,
+    native_support,
+    pack_dense,
+    pack_quantized,
+)
 
 SMALL = 2**17
-"""Elements of a weight up to which torch.mm was no slower than a packed weight when measured, at 1 to 256 rows."""
+"""Maximum elements of a weight for which torch.mm was no slower than a packed weight when measured, at 1 to 256 rows."""
 _PACK_ROWS = 16
-"""Rows that oneDNN's packing is tuned for: a decode batch. Other row counts stay right, and were no slower when measured."""
+"""Rows that oneDNN's packing is tuned for: a decode batch. Other row counts are correct too, and were no slower when measured."""
 _GROUPS = (32, 64, 128, 256)
-"""Columns under one scale that torch's product over int4 takes."""
+"""Group sizes in columns that torch's int4 GEMM supports."""
 
 
 def _large(spec: LinearSpec) -> Support:
@@ -34,19 +42,19 @@ def _large(spec: LinearSpec) -> Support:
 
 
 class Native(FusedKernel):
-    """Our C, which also computes what comes before and after a product (`NativeOperations`)."""
+    """GEMM of our C library, which also fuses operations before and after it (`NativeOperations`)."""
 
     name = NATIVE
     capabilities = LinearCapabilities(frozenset({"plain"}), tuple(TYPES), ("cpu",), fused=frozenset({"bias"}))
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether there is a compiler for our C."""
+        """Return whether the C library is available."""
         return YES if functions() is not None else Support.no("our C", "a C compiler", native_support().brief)
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight is plain and large, or of blocks of a .gguf file."""
+        """Return whether the weight is dense and large, or consists of .gguf blocks."""
         if spec.weight.name.startswith("gguf"):
             return cls.capabilities.check(replace(spec, weight=WeightFormat("plain")))
         support = cls.capabilities.check(spec) & _large(spec)
@@ -54,23 +62,24 @@ class Native(FusedKernel):
             support &= Support.no("in_features", "an even number in bfloat16", spec.in_features)
         return support
 
-    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Panels:
-        """Return the weight in blocks of 16 rows, with the bias."""
+    def prepare(self, weight: Weight, bias: Tensor | None = None) -> PackedWeight:
+        """Return the weight in packed blocks of 16 rows, with the bias."""
         blocks: Any = weight
-        found = coded_panels(blocks.coded(), bias) if isinstance(blocks, GgufWeight) else dense_panels(blocks, bias)
+        found = pack_quantized(blocks.coded(), bias) if isinstance(blocks, GgufWeight) else pack_dense(blocks, bias)
         assert found is not None
         return found
 
-    def compute(self, x: Tensor, weight: Panels, out: Tensor | None = None) -> Tensor:
-        """Return the product of x, bias included."""
+    def compute(self, x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
+        """Multiply x by the weight and add the bias."""
         return multiply(weight, x, out)
 
 
 class Int4Pack(FusedKernel):
-    """torch's product of x in bfloat16 over int4 in groups of 32, 64, 128 or 256.
+    """torch's GEMM of bfloat16 x over int4 weights in groups of 32, 64, 128 or 256.
 
-    2 to 3 times as fast as over the dequantised weight at one row, as fast at 16. In float32 it is 5 times slower, and so is
-    torch's product over int8, which in bfloat16 is as fast at one row and 2 to 3 times slower at 16 (docs/notes/cpu.md).
+    Two to three times as fast as the dequantized weight at one row, and as fast at 16. In float32 it is 5 times slower. torch's
+    int8 GEMM is also 5 times slower in float32; in bfloat16 it is as fast at one row and 2 to 3 times slower at 16
+    (docs/notes/cpu.md).
     """
 
     name = INT4PACK
@@ -80,19 +89,21 @@ class Int4Pack(FusedKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether torch has the operator, whose name is private, and it gives the right answer to a small product."""
+        """Return whether torch has the private operator, and it computes a small GEMM correctly."""
         return YES if _works() else Support.no("torch", "_weight_int4pack_mm_for_cpu", torch.__version__)
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether torch packs the weight."""
+        """Return whether torch can pack the weight."""
         support = cls.capabilities.check(spec)
         if spec.out_features % 16:
             support &= Support.no("out_features", "a multiple of 16", spec.out_features)
         return support
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
-        """Return codes, scales with zeros, group size, order and bias. torch's value is (code - 8) * scale + zero."""
+        """Return quantized values, scales with zeros, group size, column order and bias. torch computes (value - 8) * scale +
+        zero.
+        """
         assert isinstance(weight, Int4Weight)
         group = weight.group_size
         codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpacked(weight.packed, group).int(), 1)
@@ -104,7 +115,7 @@ class Int4Pack(FusedKernel):
     def compute(
         self, x: Tensor, weight: tuple[Tensor, Tensor, int, Tensor | None, Tensor | None], out: Tensor | None = None
     ) -> Tensor:
-        """Return the product of x, bias included."""
+        """Multiply x by the weight and add the bias."""
         codes, scales, group, order, bias = weight
         x = x if order is None else x.index_select(1, order)
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, scales)
@@ -128,7 +139,7 @@ def _works() -> bool:
 
 
 class OneDnn(FusedKernel):
-    """oneDNN over a weight that is packed once, by the operators that torch.compile emits when it freezes weights."""
+    """oneDNN GEMM over a weight that is packed once, by the operators that torch.compile uses for frozen weights."""
 
     name = ONEDNN
     capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32, torch.bfloat16), ("cpu",), fused=frozenset({"bias"}))
@@ -147,19 +158,21 @@ class OneDnn(FusedKernel):
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS), bias
 
     def compute(self, x: Tensor, weight: tuple[Tensor, Tensor | None], out: Tensor | None = None) -> Tensor:
-        """Return the product of x, bias included."""
+        """Multiply x by the weight and add the bias."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight[0], weight[1], "none", [], "")
         return y if out is None else out.copy_(y)
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies packed weights of a type fast, and right: float32, and the CPU's own bfloat16."""
+    """Return whether oneDNN multiplies packed weights of a type fast and correctly: float32, and bfloat16 if the CPU supports
+    it.
+    """
     return (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
 
 
 def _has_bfloat16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16: AVX-512's, or AMX's, whose CPUs have both."""
+    """Return whether the CPU has bfloat16 instructions: AVX-512's, which CPUs with AMX have too."""
     has: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return has()
 
@@ -176,7 +189,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 class TorchMM(FusedKernel):
-    """torch.mm over a plain weight: any element type, any device."""
+    """torch.mm over a dense weight: any element type, any device."""
 
     name = TORCH
     capabilities = LinearCapabilities(
@@ -185,7 +198,7 @@ class TorchMM(FusedKernel):
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight is plain."""
+        """Return whether the weight is dense."""
         return YES if spec.weight.name == "plain" else Support.no("weight format", "plain", spec.weight.name)
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -196,7 +209,7 @@ class TorchMM(FusedKernel):
     def compute(
         self, x: Tensor, weight: tuple[Tensor, Tensor | None], add_to: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Return the product of x, bias included, added to `add_to` in place if that is given."""
+        """Multiply x by the weight and add the bias, in place on `add_to` if given."""
         transposed, bias = weight
         if add_to is not None:
             if bias is None:
@@ -206,23 +219,23 @@ class TorchMM(FusedKernel):
 
 
 class Expanded(FusedKernel):
-    """A weight that is dequantised once, and then computed as a plain one is."""
+    """A weight that is dequantized once, and then computed like a dense weight."""
 
     name = EXPANDED
     capabilities = LinearCapabilities(frozenset(FORMATS) - {"plain"}, devices=("cpu",), order=True, fused=frozenset({"bias"}))
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight is quantised, on a CPU."""
+        """Return whether the weight is quantized and on a CPU."""
         if spec.device.type != "cpu":
             return Support.no("device", "cpu", spec.device.type)
         return YES if spec.weight.name != "plain" else Support.no("weight format", "a quantised weight", "plain")
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return the layer over the dequantised weight."""
+        """Return the layer over the dequantized weight."""
         stored: Any = weight
         return Linear(stored.dequantized(self.spec.dtype), bias)
 
     def compute(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
-        """Return the product of x, bias included."""
+        """Multiply x by the weight and add the bias."""
         return weight(x, out)

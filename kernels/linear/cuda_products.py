@@ -1,6 +1,7 @@
-"""Products of few rows over quantised weights in our CUDA C++: weights in the order that kernels read, and their launches.
+"""CUDA C++ GEMM kernels over quantized weights for few rows: GEMV (few_rows.cu), split-K GEMM (shared_rows.cu), FP8 (w8a8.cu).
 
-Triton cannot say that a thread multiplies the very bytes that it has copied, which is most of what csrc/product.cuh is about.
+This module repacks scales into the kernels' order and launches the kernels. They are not in Triton because Triton cannot express
+that a thread multiplies the very bytes that it copied, on which csrc/product.cuh is based.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from headway.kernels.linear.cuda_variant import (
     MOST_SHARED_ROWS,
     PART_ROWS,
     SLICE_BYTES,
-    CudaCut,
-    CudaCutRule,
+    CudaTiling,
+    CudaTilingRule,
     CudaVariant,
     Float8Variant,
-    few_rows_cut,
+    few_rows_tiling,
     fitted,
-    float8_cut,
-    float8_cut_narrow,
+    float8_tiling,
+    float8_tiling_narrow,
     most_rows_of,
-    shared_rows_cut,
-    shared_rows_cut_narrow,
+    shared_rows_tiling,
+    shared_rows_tiling_narrow,
 )
 from headway.kernels.linear.forms import Operand, WeightBytes, sample_of, weight_bytes
 from headway.kernels.linear.fused_kernel import FusedKernel
@@ -63,12 +64,12 @@ from headway.kernels.step.operations import Heads, Norm, Rope
 POINTERS = Struct("=12Q")
 """struct Pointers of product.cuh."""
 _ARRANGING = 256
-"""Threads of a block that arranges a row of x."""
+"""Threads of a block that permutes a row of x."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductOperands:
-    """What one product reads and writes."""
+    """Inputs and outputs of one GEMM."""
 
     x: Tensor
     """[rows, in_features]"""
@@ -78,24 +79,24 @@ class ProductOperands:
     bias: Tensor | None
     y: Tensor
     rotation: tuple[Tensor | None, ...]
-    """cos, sin, the weights of q's and k's norm, and counters."""
+    """cos, sin, the weights of q's and k's norm, and arrival counters, for the rotary embedding."""
     head_eps: float
 
     def pointers(self, x: Tensor) -> bytes:
-        """`struct Pointers`. x: as the kernel reads it."""
+        """Return `struct Pointers`. x: in the layout that the kernel reads."""
         weight = self.weight
         tensors = x, weight.codes, weight.scales, weight.zeros, self.norm, self.bias, self.y, *self.rotation
         return POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 class FewRowsLauncher:
-    """few_rows.cu: one launch."""
+    """Launcher of few_rows.cu (GEMV): one launch."""
 
     def __init__(self, variant: CudaVariant, device: torch.device, multiprocessors: int) -> None:
         self._kernel: CompiledKernel = load(variant.source, variant.name, device, architecture(device))
         self._kernel.allow_shared(variant.shared_bytes)
         tiles = -(-variant.out_features // variant.tile_rows)
-        blocks = min(tiles, multiprocessors * variant.cut.per_multiprocessor)
+        blocks = min(tiles, multiprocessors * variant.tiling.per_multiprocessor)
         zero = numpy.float32(0)
         self._arguments = Arguments(bytes(POINTERS.size), zero, zero, numpy.int32(0), numpy.int32(tiles))
         early = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -109,27 +110,27 @@ class FewRowsLauncher:
 
 
 class ClusterLauncher:
-    """A kernel whose blocks of threads, a cluster, share a sum over K, and the launch before it, which puts x into its form."""
+    """Launcher of a split-K kernel with thread block clusters, and of the kernel before it that converts x."""
 
     def __init__(self, variant: CudaVariant, device: torch.device, arranging: str, sharing: int = 1) -> None:
-        """arranging: the name of the kernel of that launch. sharing: blocks of threads that share a row there."""
-        specific, cut = architecture(device, specific=True), variant.cut
+        """Load both kernels. arranging: name of the kernel that converts x. sharing: its thread blocks per row."""
+        specific, tiling = architecture(device, specific=True), variant.tiling
         self._kernel: CompiledKernel = load(variant.source, variant.name, device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
         self._arrange: CompiledKernel = load(variant.source, arranging, device, specific)
         self._variant = variant
         self._device = device
-        tiles, cluster, shared = -(-variant.out_features // variant.tile_rows), (1, cut.splits, 1), variant.shared_bytes
+        tiles, cluster, shared = -(-variant.out_features // variant.tile_rows), (1, tiling.splits, 1), variant.shared_bytes
         launch = partial(Launch, threads=variant.threads, shared_bytes=shared, overlaps=True, cluster=cluster)
-        self._launch = cache(lambda blocks: launch((tiles * blocks, cut.splits, 1)))
+        self._launch = cache(lambda blocks: launch((tiles * blocks, tiling.splits, 1)))
         self._arrange_launch = cache(lambda rows: Launch((rows, sharing, 1), _ARRANGING, overlaps=True))
 
     def _padded(self, rows: int) -> int:
-        """Rows as blocks of threads take them: those that are missing are never stored."""
+        """Return the rows, padded for the thread blocks. Results of padding rows are never stored."""
         return -(-rows // self._variant.most_rows) * self._variant.most_rows
 
     def _start_arranging(self, rows: int, arguments: Arguments) -> None:
-        """Launch what brings x into its form."""
+        """Launch the kernel that converts x."""
         self._arrange(self._arrange_launch(rows), arguments)
 
     def _start(self, rows: int, arguments: Arguments) -> None:
@@ -137,10 +138,10 @@ class ClusterLauncher:
 
 
 class SharedRowsLauncher(ClusterLauncher):
-    """shared_rows.cu: x is normed and put in the order in which it is copied."""
+    """Launcher of shared_rows.cu (split-K GEMM). x is normed and permuted into the order in which it is copied."""
 
     def __init__(self, variant: CudaVariant, device: torch.device) -> None:
-        sharing = 1 if variant.norm is not None else -(-variant.in_features // (8 * _ARRANGING))  # a thread puts 8 columns
+        sharing = 1 if variant.norm is not None else -(-variant.in_features // (8 * _ARRANGING))  # a thread permutes 8 columns
         super().__init__(variant, device, "arrange_rows", sharing)
         self._arguments = Arguments(bytes(MAP_BYTES), bytes(POINTERS.size), numpy.int32(0))
         self._arrange_arguments = Arguments(0, 0, 0, numpy.float32(0))
@@ -158,7 +159,7 @@ class SharedRowsLauncher(ClusterLauncher):
 
 
 class Float8Launcher(ClusterLauncher):
-    """w8a8.cu: x is normed and rounded to floats of 8 bits, with a scale for each row or for each group of its columns."""
+    """Launcher of w8a8.cu (FP8 GEMM). x is normed and rounded to FP8, with a scale per row or per group of columns."""
 
     def __init__(self, variant: Float8Variant, device: torch.device) -> None:
         super().__init__(variant, device, "round_rows")
@@ -183,45 +184,45 @@ class Float8Launcher(ClusterLauncher):
 _COPY = 16
 """Bytes that a thread copies at a time."""
 _NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
-"""The largest of MXFP4's exponents, and of FP8's scales, that half precision holds beside what exponents of codes lack."""
+"""Largest MXFP4 exponent, and largest FP8 scale, that half precision can represent with the exponent correction of unpacking."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrangedWeight:
-    """A weight as the kernel reads it."""
+    """A quantized weight in the layout that the CUDA kernels read."""
 
     described: WeightBytes
     codes: Tensor
-    """uint8 [rows, bytes of a row]"""
+    """uint8 [rows, bytes per row]: quantized values."""
     scales: Tensor
-    """float32 [N] or [N / rows, K / columns]; of groups [K / group_size, N]"""
+    """float32 [N] or [N / rows, K / columns]; for groups [K / group_size, N]."""
     zeros: Tensor | None = None
-    """uint8 [K / group_size, N]"""
+    """uint8 [K / group_size, N]: zero points. None if there are none."""
     wide: bool = False
-    """Whether a scale is larger than the kernels' first way of unpacking has place for."""
+    """True if a scale is too large for the kernels' fast unpacking."""
 
 
 class Arrangements:
-    """Weights as the kernels read them, each arranged once."""
+    """Repacked weights for the CUDA kernels, each made once."""
 
     def __init__(self) -> None:
         self._arranged = cache(arranged)
 
     def __call__(self, weight: Tensor | QuantizedWeight) -> ArrangedWeight:
-        """The arrangement of a weight, made now where there is none."""
+        """Return the repacked weight, making it first if needed."""
         assert not isinstance(weight, Tensor)
         return self._arranged(weight)
 
     def num_bytes(self, weight: Tensor | QuantizedWeight) -> int:
-        """Bytes that the arrangement takes beside the weight: scales and zeros, in another order."""
+        """Return the bytes of the repacked scales and zeros."""
         made = self(weight)
         return made.scales.nbytes + (0 if made.zeros is None else made.zeros.nbytes)
 
 
 def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = None) -> Support:
-    """Whether the kernels compute products over a weight, on whatever GPU. dtype: of x.
+    """Return whether the CUDA kernels support a weight, on whatever GPU. dtype: type of x.
 
-    rows: of each expert, where the weight is that of several (expert_rows.cu); None: it is that of one product.
+    rows: rows per expert, for weights of several experts (expert_rows.cu). None means one linear layer.
     """
     described, columns = weight_bytes(weight), weight.shape[1]
     if described is None or described.kind not in KINDS or dtype not in HALVES:
@@ -233,7 +234,9 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
         support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")
     if rows is not None and (rows % PART_ROWS or described.row % (SLICE_BYTES if described.half >= SLICE_BYTES else _COPY)):
         support &= Support.no("shape", "experts of multiples of 16 rows of 16 bytes", f"{rows} x {columns}")
-    short = described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0  # codes are scaled, which those of bytes are not
+    short = (
+        described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0
+    )  # 4-bit values are scaled individually, unlike bytes
     whole = span % SLICE_BYTES == 0 or short or by_row
     if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % PART_ROWS and not by_row):
         support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", WeightFormat.of(weight))
@@ -245,12 +248,14 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
 
 
 def arranged(weight: QuantizedWeight) -> ArrangedWeight:
-    """A weight as the kernel reads it: codes where they are, scales of neighbouring rows side by side."""
+    """Repack a weight for the CUDA kernels: values stay, and scales of adjacent rows become adjacent."""
     described = weight_bytes(weight)
     assert described is not None
     if isinstance(weight, Float8Weight):
         scales = weight.scales
-        if described.scale_span >= described.row:  # one for a row, or for some: for each row, to be multiplied at the end
+        if (
+            described.scale_span >= described.row
+        ):  # one scale per row, or for several rows: expand to one per row, to be applied at the end
             scales = scales.view(-1).repeat_interleave(described.scale_rows)[: weight.shape[0]].contiguous()
             described = replace(described, scale_rows=1)
         elif described.scale_rows == 1:
@@ -269,30 +274,30 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
 
 
 class CudaKernel(FusedKernel):
-    """Our products in CUDA C++, which NVRTC compiles, for x in half precision over weights whose scales lie in another order.
+    """Base of the CUDA C++ GEMM kernels, compiled by NVRTC, for x in half precision over quantized weights.
 
-    Sums are float32. The cut follows from the number of rows, rounded up to 1 or a power of two from 8 on, and the shape; a row's
-    result does not depend on the other rows. One thread at a time.
+    Sums are float32. The tiling depends on the shape and on the number of rows, rounded up to 1 or a power of two from 8 on. A
+    row's result does not depend on the other rows. Not thread-safe.
     """
 
     arrangement = "cuda"
-    cuts: ClassVar[Mapping[str, CudaCutRule]]
-    """Rules of tiles by variant."""
+    tilings: ClassVar[Mapping[str, CudaTilingRule]]
+    """Tiling rules by variant."""
     compiled: ClassVar[type[CudaVariant]] = CudaVariant
-    """What its kernels are compiled for."""
+    """Class that describes what a kernel is compiled for."""
 
-    def __init__(self, spec: LinearSpec, variant: str = "", cut: CudaCutRule | None = None) -> None:
-        """cut: in place of the variant's."""
+    def __init__(self, spec: LinearSpec, variant: str = "", tiling: CudaTilingRule | None = None) -> None:
+        """Prepare the kernel. cut: a tiling rule that replaces the variant's."""
         super().__init__(spec, variant)
-        rule, device = cut or self.cuts[variant], spec.device
+        rule, device = tiling or self.tilings[variant], spec.device
         self._device = device
         room = shared_memory(device)
 
-        def cut_of(weight: WeightBytes, rows: int, out_features: int, gated: bool) -> CudaCut:
+        def tiling_of(weight: WeightBytes, rows: int, out_features: int, gated: bool) -> CudaTiling:
             found = rule(weight, rows, out_features, gated, self.multiprocessors)
             return found if found.splits else fitted(found, weight, most_rows_of(rows), room)
 
-        self._cut = cache(cut_of)  # a launch asks for it
+        self._tiling = cache(tiling_of)  # cached, because every launch asks for it
         self._launcher_of = cache(self._launcher)
         self._in_order = InOrder()
         self._rotation = RotationArguments(device)
@@ -304,19 +309,19 @@ class CudaKernel(FusedKernel):
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the kernels read the weight, on this device."""
+        """Return whether the kernels support the weight on this device."""
         support = cls.capabilities.check(spec)
         return support & computes(spec.dtype, sample_of(spec)) if support else support
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Operand:
-        """Return the weight with its scales in the kernels' order, some percent of the weight."""
+        """Return the weight with repacked scales, which take a few percent of the weight."""
         assert isinstance(weight, QuantizedWeight)
         return Operand.of(weight, bias, arranged(weight))
 
     def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
-        """Return whether the kernel applies RoPE to the heads of a product, too."""
-        cut = self._cut(weight.weight.described, rows, weight.out_features, False)
-        return not cut.splits and heads.head_dim % PART_ROWS == 0
+        """Return whether the kernel also applies RoPE to the heads."""
+        tiling = self._tiling(weight.weight.described, rows, weight.out_features, False)
+        return not tiling.splits and heads.head_dim % PART_ROWS == 0
 
     def compute(
         self,
@@ -329,20 +334,20 @@ class CudaKernel(FusedKernel):
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `Gemv.compute`, whose arguments these are."""
+        """Compute the layer. The arguments are those of `Gemv.compute`."""
         rows, in_features = x.shape
         out_features = weight.out_features // 2 if gated else weight.out_features
         read: ArrangedWeight = weight.weight
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
         heads = None if rotated is None else rotated[0]
-        cut = self._cut(read.described, rows, out_features, gated)
+        tiling = self._tiling(read.described, rows, out_features, gated)
         variant = self.compiled(
             dtype=x.dtype,
             weight=read.described,
             scale_dtype=read.scales.dtype,
             wide=read.wide,
-            cut=cut,
-            most_rows=max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
+            tiling=tiling,
+            most_rows=max(most_rows_of(rows), 8) if tiling.splits else most_rows_of(rows),
             in_features=in_features,
             out_features=out_features,
             norm=None if norm is None else norm.weight.dtype,
@@ -355,7 +360,7 @@ class CudaKernel(FusedKernel):
         )
         launch = self._launcher_of(variant)
         x, norm_weight = self._in_order(x, norm, weight)
-        if x.data_ptr() % 16:  # copies are of 16 bytes
+        if x.data_ptr() % 16:  # copies need 16-byte alignment
             x = x.clone()
         eps = 0.0 if norm is None else norm.eps
         *rotation, head_eps = self._rotation(rotated, None)
@@ -363,13 +368,13 @@ class CudaKernel(FusedKernel):
         return y
 
     def _launcher(self, variant: CudaVariant) -> Callable[[ProductOperands], None]:
-        if variant.cut.splits:
+        if variant.tiling.splits:
             return SharedRowsLauncher(variant, self._device)
         return FewRowsLauncher(variant, self._device, self.multiprocessors)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The capability of a device, which need not be there for kernels to be compiled."""
+    """Return the compute capability. (0, 0) without a GPU, for which kernels can be compiled too."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -381,39 +386,39 @@ def _on_hopper(found: tuple[int, int] | None) -> Support:
 
 
 class FewRowsKernel(CudaKernel):
-    """Our GEMV over quantised weights."""
+    """GEMV over quantized weights (few_rows)."""
 
     name = FEW
     capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_FEW_ROWS, fused=frozenset(FUSED))
-    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": few_rows_cut}
+    tilings: ClassVar[Mapping[str, CudaTilingRule]] = {"": few_rows_tiling}
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the kernel reads the weight, on compute capability 8.0 or newer."""
+        """Return whether the kernel supports the weight, on compute capability 8.0 or newer."""
         support, found = super().supports(spec), _capability(spec.device)
         return support if found >= (8, 0) else support & Support.no("compute capability", "8.0 or newer", "{}.{}".format(*found))
 
 
 class SharedRowsKernel(CudaKernel):
-    """Our split-K GEMM over quantised weights, whose thread blocks form clusters."""
+    """Split-K GEMM over quantized weights, whose thread blocks form clusters (shared_rows)."""
 
     name = SHARED
     capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_SHARED_ROWS, fused=frozenset(FUSED))
     variants = ("narrow",)
-    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": shared_rows_cut, "narrow": shared_rows_cut_narrow}
+    tilings: ClassVar[Mapping[str, CudaTilingRule]] = {"": shared_rows_tiling, "narrow": shared_rows_tiling_narrow}
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the kernel reads the weight, on compute capability 9.0."""
+        """Return whether the kernel supports the weight, on compute capability 9.0."""
         return super().supports(spec) & _on_hopper(_capability(spec.device))
 
 
 BLOCK = 128
-"""Rows and columns of the blocks that products of FP8 take."""
+"""Rows and columns of the weight blocks in block FP8."""
 
 
 def float8_scales(spec: LinearSpec, whole: bool = True) -> Support:
-    """Return whether an FP8 weight has the scales that products of FP8 take: by rows, or by blocks. whole: of blocks only."""
+    """Return whether FP8 GEMMs support a weight's scales: per row, or per block. whole: require complete blocks."""
     rows, columns, block = spec.out_features, spec.in_features, spec.weight.block
     support = YES
     if rows % 16 or columns % 16:
@@ -428,18 +433,18 @@ def float8_scales(spec: LinearSpec, whole: bool = True) -> Support:
 
 
 class W8A8Kernel(CudaKernel):
-    """Our GEMM of rows that are rounded to FP8 by FP8 weights."""
+    """FP8 GEMM whose input rows are rounded to FP8 (w8a8)."""
 
     name = FLOAT8
     capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, max_rows=MOST_FLOAT8_ROWS, fused=frozenset(FUSED))
     rounds_input = True
     variants = ("narrow",)
-    cuts: ClassVar[Mapping[str, CudaCutRule]] = {"": float8_cut, "narrow": float8_cut_narrow}
+    tilings: ClassVar[Mapping[str, CudaTilingRule]] = {"": float8_tiling, "narrow": float8_tiling_narrow}
     compiled = Float8Variant
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight has a scale for each row or block of 128 x 128, on compute capability 9.0."""
+        """Return whether the weight has one scale per row or per block of 128 x 128, on compute capability 9.0."""
         support = cls.capabilities.check(spec)
         if spec.weight.name == "fp8":
             support &= float8_scales(spec, whole=False)

@@ -1,4 +1,4 @@
-"""Products in CUDA C++ over quantised weights: how each is cut among warps and thread blocks, and what it is compiled for."""
+"""Tilings and compile-time constants of the CUDA C++ GEMM kernels over quantized weights: GEMV, split-K GEMM, FP8 GEMM."""
 
 from __future__ import annotations
 
@@ -13,130 +13,136 @@ from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.step.config import Activation
 
 SLICE_BYTES = 64
-"""Bytes of a row that one warp multiplies at a time."""
+"""Bytes of a row that one warp multiplies per step."""
 PART_ROWS = 16
-"""Rows of the weight that the matrix units take."""
+"""Rows of the weight per tensor-core instruction (m16)."""
 SHARED_BYTES = 112 * 1024
-"""Bytes of shared memory of a block of threads beside which another finds room."""
+"""Maximum shared memory of a thread block in bytes so that two fit on an SM."""
 ALONE_BYTES = 114 * 1024
-"""Likewise beside which no other of the same launch does, but a block of SHARED_BYTES of the next."""
+"""Shared memory of a thread block in bytes that excludes a second one of the same launch, but not one with SHARED_BYTES of the
+next launch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class CudaCut:
-    """How one product is cut; see the kernels' constants."""
+class CudaTiling:
+    """Tiling of one GEMM; see the kernels' constants."""
 
     tiles: int
-    """Sixteens of the weight's rows that a warp holds."""
+    """Groups of 16 weight rows per warp."""
     warps: int
     stages: int
     splits: int = 0
-    """Blocks of threads that share a sum over K, in shared_rows.cu; 0: few_rows.cu."""
+    """Thread blocks that split a sum over K in shared_rows.cu (split-K). 0 means few_rows.cu."""
     per_multiprocessor: int = 1
-    """Blocks of threads of few_rows.cu."""
+    """Thread blocks of few_rows.cu per SM."""
     kept: bool = False
-    """Whether few_rows.cu keeps x in shared memory for all tiles of a block of threads."""
+    """True if few_rows.cu keeps x in shared memory for all tiles of a thread block."""
     alone: bool = False
-    """Whether no two blocks of threads are to meet on a multiprocessor, of which there are enough: they take ALONE_BYTES."""
+    """True if there are enough SMs for one thread block each: every thread block then takes ALONE_BYTES."""
 
 
-CudaCutRule = Callable[[WeightBytes, int, int, bool, int], CudaCut]
-"""(weight, rows, out_features, gated, multiprocessors) -> cut"""
+CudaTilingRule = Callable[[WeightBytes, int, int, bool, int], CudaTiling]
+"""(weight, rows, out_features, gated, number of SMs) -> tiling"""
 
 
-def few_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Cut a product of up to 16 rows, whose warps share a sum over K: tiles of few rows are alike for all multiprocessors."""
+def few_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
+    """Return the tiling of a GEMV of up to 16 rows, whose warps split K. Small tiles balance the load of the SMs."""
     parts, most = out_features // PART_ROWS, most_rows_of(rows)
-    kept = next((cut for cut in _kept_cuts(weight, most, gated) if few_rows_bytes(weight, most, cut) <= _MOST_BYTES), None)
+    kept = next(
+        (tiling for tiling in _kept_tilings(weight, most, gated) if few_rows_bytes(weight, most, tiling) <= _MOST_BYTES), None
+    )
     if kept is not None:
         return kept
     wide = not gated and -(-parts // 4) / multiprocessors > _FULL
     tiles = 2 if gated or parts > 2 * _FULL * multiprocessors else 1
     if most == 1:
         alone = tiles == 2 and not gated and _busiest(parts, 1, multiprocessors) < _busiest(parts, 2, multiprocessors)
-        # 5120 x 2048 in FP8 took an H100 6.0 us alone, with three stages, and 6.9 by pairs.
-        return CudaCut(1, 16, 7, kept=True) if alone else CudaCut(tiles, 16, 4)
+        # An H100 takes 6.0 us for 5120 x 2048 in FP8 with single tiles and three stages, and 6.9 us with pairs.
+        return CudaTiling(1, 16, 7, kept=True) if alone else CudaTiling(tiles, 16, 4)
     if wide and -(-parts // 4) <= multiprocessors:
-        return CudaCut(4, 4, 4)
-    return CudaCut(tiles, 8, 5 if most == 8 else 3 if weight.half else 4)
+        return CudaTiling(4, 4, 4)
+    return CudaTiling(tiles, 8, 5 if most == 8 else 3 if weight.half else 4)
 
 
 def _busiest(parts: int, tiles: int, multiprocessors: int) -> int:
-    """Sixteens of rows that the busiest multiprocessor has, of so many in tiles of so many."""
+    """Return the groups of 16 rows on the busiest SM, for `parts` groups in tiles of `tiles`."""
     return -(-parts // tiles // multiprocessors) * tiles
 
 
-def _kept_cuts(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaCut, ...]:
-    """Cuts that keep x, the fastest first: 28672 x 4096 in 4 bits, 16 rows, took an H100 29.0 us so, and 32.6 by the ring."""
+def _kept_tilings(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaTiling, ...]:
+    """Return tilings that keep x in shared memory, fastest first. H100, 28672 x 4096 in 4 bits, 16 rows: 29.0 us, ring 32.6
+    us.
+    """
     if most == 1:
         return ()
     tiles = 2 if gated or (weight.half and most == 8) else 1
     if most == 8:
-        return (CudaCut(tiles, 8, 5 if tiles == 2 else 6, kept=True),)
-    return (CudaCut(2, 8, 3, kept=True),) if gated else (CudaCut(1, 16, 3, kept=True), CudaCut(1, 8, 4, kept=True))
+        return (CudaTiling(tiles, 8, 5 if tiles == 2 else 6, kept=True),)
+    return (CudaTiling(2, 8, 3, kept=True),) if gated else (CudaTiling(1, 16, 3, kept=True), CudaTiling(1, 8, 4, kept=True))
 
 
-def few_rows_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
-    """Shared memory of few_rows.cu: a header, what its warps have, and sums of squares. scale_bytes: as of warps_bytes."""
-    return _HEADER_BYTES + warps_bytes(weight, most_rows, cut, scale_bytes) + cut.warps * most_rows * 4
+def few_rows_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
+    """Return the shared memory of few_rows.cu in bytes: header, warps, and sums of squares. scale_bytes: see warps_bytes."""
+    return _HEADER_BYTES + warps_bytes(weight, most_rows, tiling, scale_bytes) + tiling.warps * most_rows * 4
 
 
-def warps_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
-    """Shared memory of warp_step.cuh: rings, x where it is kept, and sums. scale_bytes: of a scale; no form has more than 4."""
-    rows, halves, groups = PART_ROWS * cut.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
+def warps_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
+    """Return the shared memory of warp_step.cuh in bytes: rings, x if kept, and sums. scale_bytes: bytes per scale, at most 4."""
+    rows, halves, groups = PART_ROWS * tiling.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
     if weight.scale_rows > 1:
-        scales = -(-cut.tiles * 4 // 16) * 16
+        scales = -(-tiling.tiles * 4 // 16) * 16
     else:
         scales = 0 if weight.scale_span >= weight.row else groups * rows * scale_bytes
     codes = rows * SLICE_BYTES + scales + (groups * rows if weight.zeros else 0)
-    slices = -(-weight.row // SLICE_BYTES // cut.warps) if cut.kept else cut.stages
+    slices = -(-weight.row // SLICE_BYTES // tiling.warps) if tiling.kept else tiling.stages
     inputs = slices * halves * most_rows * 128
-    return cut.warps * (cut.stages * codes + inputs + 2 * most_rows * (rows + 4) * 4)
+    return tiling.warps * (tiling.stages * codes + inputs + 2 * most_rows * (rows + 4) * 4)
 
 
-def fitted(cut: CudaCut, weight: WeightBytes, most_rows: int, room: int) -> CudaCut:
-    """A cut of few_rows.cu that takes no more shared memory than a block of threads may have: GPUs but H100's kind have less.
+def fitted(tiling: CudaTiling, weight: WeightBytes, most_rows: int, room: int) -> CudaTiling:
+    """Return a tiling of few_rows.cu that fits a thread block's shared memory, which is smaller on GPUs other than Hopper.
 
-    room: bytes. x is kept no longer, then rings are shorter, and at last fewer warps share a sum.
+    room: bytes. First x is not kept, then rings become shorter, then fewer warps split a sum.
     """
-    while few_rows_bytes(weight, most_rows, cut) > room and (cut.kept or cut.stages > 2 or cut.warps > 2):
-        if cut.kept:
-            cut = replace(cut, kept=False)
-        elif cut.stages > 2:
-            cut = replace(cut, stages=cut.stages - 1)
+    while few_rows_bytes(weight, most_rows, tiling) > room and (tiling.kept or tiling.stages > 2 or tiling.warps > 2):
+        if tiling.kept:
+            tiling = replace(tiling, kept=False)
+        elif tiling.stages > 2:
+            tiling = replace(tiling, stages=tiling.stages - 1)
         else:
-            cut = replace(cut, warps=cut.warps // 2)
-    return cut
+            tiling = replace(tiling, warps=tiling.warps // 2)
+    return tiling
 
 
-def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Cut a product of more rows, whose blocks of threads share a sum over K where there are fewer than multiprocessors."""
+def shared_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
+    """Return the tiling of a split-K GEMM, which splits K if there are fewer thread blocks than SMs."""
     tiles = 2 if rows > _MANY else 1
-    return _shared_cut(weight, rows, out_features, gated, CudaCut(tiles, 8, 0), multiprocessors, multiprocessors)
+    return _shared_tiling(weight, rows, out_features, gated, CudaTiling(tiles, 8, 0), multiprocessors, multiprocessors)
 
 
-def shared_rows_cut_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Likewise, in smaller blocks: where the others fill the multiprocessors, too, some shapes are faster so."""
+def shared_rows_tiling_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
+    """Return a tiling with smaller thread blocks, which is faster for some shapes even if the default fills the SMs."""
     most = 2 * multiprocessors if rows <= 32 else multiprocessors
-    return _shared_cut(weight, rows, out_features, gated, CudaCut(1, 8 if rows > _MANY else 4, 0), most, multiprocessors)
+    return _shared_tiling(weight, rows, out_features, gated, CudaTiling(1, 8 if rows > _MANY else 4, 0), most, multiprocessors)
 
 
-def _shared_cut(
-    weight: WeightBytes, rows: int, out_features: int, gated: bool, cut: CudaCut, most_blocks: int, multiprocessors: int
-) -> CudaCut:
-    """Complete a cut by its stages and splits. most_blocks: up to which blocks share a sum."""
+def _shared_tiling(
+    weight: WeightBytes, rows: int, out_features: int, gated: bool, tiling: CudaTiling, most_blocks: int, multiprocessors: int
+) -> CudaTiling:
+    """Complete a tiling with stages and splits. most_blocks: maximum number of thread blocks with split-K."""
     most = max(most_rows_of(rows), 8)
     steps = weight.row // SLICE_BYTES * (2 if weight.half else 1) // 2
-    cut = replace(_split(cut, rows, out_features, gated, steps, most_blocks, multiprocessors), stages=6)
-    step = 2 * most * 128 + cut.warps * cut.tiles * 1024 * (1 if weight.half else 2) * 17 // 16
-    return _with_room(cut, step, 2 * SHARED_BYTES if cut.alone or not two_fit(cut, most) else SHARED_BYTES)
+    tiling = replace(_split(tiling, rows, out_features, gated, steps, most_blocks, multiprocessors), stages=6)
+    step = 2 * most * 128 + tiling.warps * tiling.tiles * 1024 * (1 if weight.half else 2) * 17 // 16
+    return _with_room(tiling, step, 2 * SHARED_BYTES if tiling.alone or not two_fit(tiling, most) else SHARED_BYTES)
 
 
 def _split(
-    cut: CudaCut, rows: int, out_features: int, gated: bool, steps: int, most_blocks: int, multiprocessors: int
-) -> CudaCut:
-    """Share sums among blocks of threads; of the least rows where those of the cut leave multiprocessors without work."""
-    for tried in (cut, replace(cut, tiles=1, warps=4)):
+    tiling: CudaTiling, rows: int, out_features: int, gated: bool, steps: int, most_blocks: int, multiprocessors: int
+) -> CudaTiling:
+    """Add split-K; with the smallest tiles if the given ones would leave SMs idle."""
+    for tried in (tiling, replace(tiling, tiles=1, warps=4)):
         blocks = _blocks(tried, rows, out_features, gated)
         splits = _splits(blocks, steps, most_blocks, multiprocessors)
         if blocks * splits >= _WORKING * multiprocessors:
@@ -144,129 +150,129 @@ def _split(
     return replace(tried, splits=splits, alone=True)
 
 
-def _blocks(cut: CudaCut, rows: int, out_features: int, gated: bool) -> int:
-    """Blocks of threads without those that share a sum."""
+def _blocks(tiling: CudaTiling, rows: int, out_features: int, gated: bool) -> int:
+    """Return the number of thread blocks before split-K."""
     row_blocks = -(-(1 << (rows - 1).bit_length()) // max(most_rows_of(rows), 8))
-    return -(-out_features // (cut.warps * cut.tiles * PART_ROWS // (2 if gated else 1))) * row_blocks
+    return -(-out_features // (tiling.warps * tiling.tiles * PART_ROWS // (2 if gated else 1))) * row_blocks
 
 
 def _splits(blocks: int, steps: int, most_blocks: int, multiprocessors: int) -> int:
-    """Blocks of threads that share a sum: as many as all run at once, and have work for some steps."""
+    """Return the number of splits: as many as run at once and have several steps each."""
 
     def fits(count: int) -> bool:
-        rounds = 2 if blocks * count > multiprocessors else 1  # two on a multiprocessor
+        rounds = 2 if blocks * count > multiprocessors else 1  # two thread blocks per SM
         return blocks * count <= most_blocks and steps >= 4 * count and blocks <= rounds * _clusters(count, multiprocessors)
 
     return next(count for count in (8, 4, 2, 1) if count == 1 or fits(count))
 
 
 def _clusters(size: int, multiprocessors: int) -> int:
-    """Clusters that have place at once, with a block of threads on each multiprocessor.
+    """Return the maximum number of clusters that run at once with one thread block per SM.
 
-    A cluster lies in one group of multiprocessors (GPC), of an even number that differs from group to group and from chip to
-    chip. Pairs leave none over; of larger ones an H100 takes 30 of 4 and 15 of 8 (cuOccupancyMaxActiveClusters). More wait until
-    others have ended: 4096 x 14336 in 32 clusters of 4 took twice its time.
+    A cluster must fit into one GPC, whose (even) number of SMs differs between GPCs and chips. Clusters of 2 leave no SM idle; an
+    H100 runs 30 clusters of 4 or 15 of 8 (cuOccupancyMaxActiveClusters). More clusters wait until others end: 4096 x 14336 took
+    twice as long in 32 clusters of 4.
     """
     return multiprocessors // 2 if size == 2 else (multiprocessors - 2 * _GROUPS) // size
 
 
-def _with_room(cut: CudaCut, step: int, room: int) -> CudaCut:
-    """A cut with as many stages as there is room for, of those it has. step: bytes of a stage."""
-    return replace(cut, stages=max(2, min((room - 2048) // step, cut.stages)))
+def _with_room(tiling: CudaTiling, step: int, room: int) -> CudaTiling:
+    """Limit the stages of a tiling to the available shared memory. step: bytes per stage. room: bytes."""
+    return replace(tiling, stages=max(2, min((room - 2048) // step, tiling.stages)))
 
 
-def two_fit(cut: CudaCut, most_rows: int) -> bool:
-    """Whether the registers suffice for two blocks of threads of shared_rows.cu on a multiprocessor."""
-    return cut.warps <= 8 and cut.tiles * most_rows <= _MANY
+def two_fit(tiling: CudaTiling, most_rows: int) -> bool:
+    """Return whether two thread blocks of shared_rows.cu fit an SM's registers."""
+    return tiling.warps <= 8 and tiling.tiles * most_rows <= _MANY
 
 
-def float8_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Cut a product for w8a8.cu, in blocks of 128 rows of the weight; of 256 where copies of x would be many bytes."""
+def float8_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
+    """Return the tiling of w8a8.cu: thread blocks of 128 weight rows, or of 256 if copies of x would take many bytes."""
     tiles = 2 if rows > _FEW else 1
-    return _float8_cut(weight, rows, out_features, gated, CudaCut(tiles, 8, 12), multiprocessors, multiprocessors)
+    return _float8_tiling(weight, rows, out_features, gated, CudaTiling(tiles, 8, 12), multiprocessors, multiprocessors)
 
 
-def float8_cut_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Likewise, in smaller blocks."""
+def float8_tiling_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
+    """Return the tiling of w8a8.cu with smaller thread blocks."""
     most = 2 * multiprocessors if rows <= _FEW else multiprocessors
-    return _float8_cut(weight, rows, out_features, gated, CudaCut(1, 8 if rows > _FEW else 4, 12), most, multiprocessors)
+    return _float8_tiling(weight, rows, out_features, gated, CudaTiling(1, 8 if rows > _FEW else 4, 12), most, multiprocessors)
 
 
-def _float8_cut(
-    weight: WeightBytes, rows: int, out_features: int, gated: bool, cut: CudaCut, most_blocks: int, multiprocessors: int
-) -> CudaCut:
-    """Complete a cut by its stages and splits, as _shared_cut does.
+def _float8_tiling(
+    weight: WeightBytes, rows: int, out_features: int, gated: bool, tiling: CudaTiling, most_blocks: int, multiprocessors: int
+) -> CudaTiling:
+    """Complete a tiling of w8a8.cu with stages and splits, like _shared_tiling.
 
-    A ring that is deep enough leaves room for a block of the next launch, which asks for its first weights meanwhile.
+    A ring of sufficient depth leaves shared memory for a thread block of the next launch, which can then load its first weights.
     """
     most, columns = max(most_rows_of(rows), 8), 2 * SLICE_BYTES
-    cut = _split(cut, rows, out_features, gated, weight.row // columns, most_blocks, multiprocessors)
-    step = (cut.warps * cut.tiles * PART_ROWS + most) * columns + 4 * most
-    one = cut.alone or not float8_two_fit(cut, most, weight.scale_span >= weight.row)
-    return _with_room(cut, step, 2 * SHARED_BYTES if one and _DEEP * step > SHARED_BYTES else SHARED_BYTES)
+    tiling = _split(tiling, rows, out_features, gated, weight.row // columns, most_blocks, multiprocessors)
+    step = (tiling.warps * tiling.tiles * PART_ROWS + most) * columns + 4 * most
+    one = tiling.alone or not float8_two_fit(tiling, most, weight.scale_span >= weight.row)
+    return _with_room(tiling, step, 2 * SHARED_BYTES if one and _DEEP * step > SHARED_BYTES else SHARED_BYTES)
 
 
-def float8_two_fit(cut: CudaCut, most_rows: int, by_row: bool) -> bool:
-    """Whether the registers suffice for two blocks of threads of w8a8.cu on a multiprocessor.
+def float8_two_fit(tiling: CudaTiling, most_rows: int, by_row: bool) -> bool:
+    """Return whether two thread blocks of w8a8.cu fit an SM's registers.
 
-    They lie in four parts, among which the warps of both are divided. by_row: rows of x and the weight have one scale.
+    An SM has four partitions, among which the warps of both are distributed. by_row: rows of x and the weight have one scale.
     """
-    sums = (1 if cut.tiles * most_rows > 2 * _MANY else cut.tiles) + cut.tiles
-    warps = -(-2 * (cut.warps + 1) // 4)
+    sums = (1 if tiling.tiles * most_rows > 2 * _MANY else tiling.tiles) + tiling.tiles
+    warps = -(-2 * (tiling.warps + 1) // 4)
     return sums * most_rows // 2 + (_BESIDE_ROWS if by_row else _BESIDE_BLOCKS) <= _REGISTERS // (32 * warps) // 8 * 8
 
 
 _REGISTERS, _BESIDE_ROWS, _BESIDE_BLOCKS = 16 * 1024, 16, 32
-"""Registers of a quarter of a multiprocessor, and of a thread of w8a8.cu beside its sums, by the scales that it needs."""
+"""Registers per SM partition, and registers per thread of w8a8.cu besides its sums, with scales per row and per block."""
 _FEW = 32
-"""Rows up to which x, which each block of threads copies, is a quarter of the bytes of 128 rows of the weight."""
+"""Maximum rows for which x, copied by every thread block, is at most a quarter of the bytes of 128 weight rows."""
 _DEEP = 5
-"""Steps of a ring that cover the memory's latency: of 16 KiB of W each, where 4.8 TB/s have 44 KB under way in 1.2 us."""
+"""Ring stages that hide the memory latency: 16 KiB of the weight each; 4.8 TB/s need 44 KB in flight for 1.2 us."""
 _HEADER_BYTES = 128
-"""Bytes of barriers and a word, before the rings of few_rows.cu."""
+"""Bytes for barriers and a word before the rings of few_rows.cu."""
 _MOST_BYTES = 227 * 1024
-"""Shared memory that the only block of threads of a multiprocessor of compute capability 9.0 may have."""
+"""Maximum shared memory of a thread block on compute capability 9.0, in bytes."""
 _GROUPS = 8
-"""Groups of multiprocessors, each of which may leave two over."""
+"""GPCs, each of which may leave two SMs unused."""
 _WORKING = 0.8
-"""Share of the multiprocessors that suffices for the memory's rate."""
+"""Share of the SMs that saturates the memory bandwidth."""
 _FULL = 0.9
-"""Share of the multiprocessors that must have work."""
+"""Minimum share of the SMs that must have work."""
 
 
 _MANY = 64
-"""Rows from which on the matrix units' time is most of it, and sums fill the registers."""
+"""Rows from which tensor cores dominate the time, and sums fill the registers."""
 MOST_COMPILED_ROWS = 128
-"""Rows that a kernel of shared_rows.cu is compiled for at most; more are the work of several blocks of threads."""
+"""Maximum rows that a kernel of shared_rows.cu is compiled for. Several thread blocks share larger inputs."""
 
 
 def most_rows_of(rows: int) -> int:
-    """The rows that a kernel is compiled for, to serve so many."""
+    """Return the number of rows to compile a kernel for."""
     return 1 if rows == 1 else max(8, min(1 << (rows - 1).bit_length(), MOST_COMPILED_ROWS))
 
 
 CSRC = Path(__file__).parent / "csrc"
 MOST_FEW_ROWS, MOST_SHARED_ROWS, MOST_FLOAT8_ROWS = 16, 512, 256
-"""Rows up to which few_rows.cu, shared_rows.cu and w8a8.cu compute."""
+"""Maximum rows of few_rows.cu, shared_rows.cu and w8a8.cu."""
 FLOAT8_COLUMNS = 128
-"""Columns of a step of w8a8.cu, and of a block of the weight under one scale."""
+"""Columns per step of w8a8.cu, and per weight block with one scale."""
 KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
 HALVES = {torch.bfloat16: 0, torch.float16: 1}
-"""Codes of weights, and types of half precision, by their numbers in the sources."""
+"""Numbers of quantization formats, and of half-precision types, in the CUDA sources."""
 _FULL_SUMS = 128
-"""Rows times parts of a warp above which sums of shared_rows.cu and w8a8.cu take the registers of other warps (FULL)."""
+"""Rows times tiles per warp above which sums of shared_rows.cu and w8a8.cu use registers of other warps (FULL)."""
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class CudaVariant:
-    """All that few_rows.cu or, where its cut has splits, shared_rows.cu is compiled for."""
+    """Everything that few_rows.cu or, with splits, shared_rows.cu is compiled for."""
 
     dtype: torch.dtype
     weight: WeightBytes
     scale_dtype: torch.dtype
     wide: bool
-    cut: CudaCut
+    tiling: CudaTiling
     most_rows: int
     in_features: int
     out_features: int
@@ -276,13 +282,13 @@ class CudaVariant:
     add: bool
     bias: bool
     heads: tuple[int, int, int] | None
-    """num_heads, num_kv_heads and head_dim, where they are to be rotated."""
+    """num_heads, num_kv_heads and head_dim to rotate (RoPE). None means that nothing is rotated."""
     head_norm: torch.dtype | None
 
     @property
     def constants(self) -> dict[str, str | int]:
-        """Macros of the sources."""
-        weight, cut = self.weight, self.cut
+        """Macros of the CUDA sources."""
+        weight, tiling = self.weight, self.tiling
         num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
         return {
             "WEIGHT": KINDS[weight.kind],
@@ -297,11 +303,11 @@ class CudaVariant:
             "SCALE_FLOAT16": int(self.scale_dtype == torch.float16),
             "ZEROS": int(weight.zeros),
             "WIDE": int(self.wide),
-            "TILES": cut.tiles,
-            "WARPS": cut.warps,
-            "STAGES": cut.stages,
-            "SPLITS": cut.splits,
-            "KEPT": int(cut.kept),
+            "TILES": tiling.tiles,
+            "WARPS": tiling.warps,
+            "STAGES": tiling.stages,
+            "SPLITS": tiling.splits,
+            "KEPT": int(tiling.kept),
             "RESIDENT": 2 if self.two_fit and self.needed_bytes <= SHARED_BYTES else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
@@ -319,38 +325,38 @@ class CudaVariant:
 
     @property
     def name(self) -> str:
-        """The kernel's name, and its file's."""
-        return "shared_rows" if self.cut.splits else "few_rows"
+        """Name of the kernel and of its file."""
+        return "shared_rows" if self.tiling.splits else "few_rows"
 
     @property
     def source(self) -> Variant:
-        """What the compiler is given."""
+        """Source and constants for the compiler."""
         return Variant(CSRC, f"{self.name}.cu", tuple(self.constants.items()))
 
     @property
     def by_row(self) -> bool:
-        """Whether each row of the weight has one scale."""
+        """True if each row of the weight has one scale."""
         return self.weight.scale_span >= self.weight.row and self.weight.scale_rows == 1
 
     @property
     def tile_rows(self) -> int:
-        """Columns of y that a tile has."""
-        along = self.cut.warps if self.cut.splits else 1
-        return PART_ROWS * self.cut.tiles * along // (2 if self.gated else 1)
+        """Columns of y per tile."""
+        along = self.tiling.warps if self.tiling.splits else 1
+        return PART_ROWS * self.tiling.tiles * along // (2 if self.gated else 1)
 
     @property
     def two_fit(self) -> bool:
-        """Whether the registers suffice for two blocks of threads on a multiprocessor."""
-        return two_fit(self.cut, self.most_rows) if self.cut.splits else self.most_rows <= MOST_FEW_ROWS
+        """True if two thread blocks fit an SM's registers."""
+        return two_fit(self.tiling, self.most_rows) if self.tiling.splits else self.most_rows <= MOST_FEW_ROWS
 
     @property
     def threads(self) -> int:
-        """Threads of a block: of the warps that multiply, and of those beside them, see the kernels' THREADS."""
-        if self.cut.splits:
-            beside = 4 if self.cut.tiles * self.most_rows > _FULL_SUMS else 1  # four give registers away
+        """Threads per block: warps that multiply, and warps that copy; see the kernels' THREADS."""
+        if self.tiling.splits:
+            beside = 4 if self.tiling.tiles * self.most_rows > _FULL_SUMS else 1  # four warps give their registers away
         else:
             beside = 1 if self.most_rows == 1 else 4
-        return 32 * (self.cut.warps + beside)
+        return 32 * (self.tiling.warps + beside)
 
     @property
     def _copied_scales(self) -> int:
@@ -362,41 +368,41 @@ class CudaVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a launch."""
-        return max(self.needed_bytes, ALONE_BYTES) if self.cut.alone else self.needed_bytes
+        """Dynamic shared memory per launch, in bytes."""
+        return max(self.needed_bytes, ALONE_BYTES) if self.tiling.alone else self.needed_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Dynamic shared memory that the kernels use."""
-        cut, slices, rows = self.cut, 1 if self.weight.half else 2, PART_ROWS * self.cut.tiles
-        if not cut.splits:
-            return few_rows_bytes(self.weight, self.most_rows, cut, self.scale_dtype.itemsize)
-        step = 2 * self.most_rows * 128 + slices * cut.warps * cut.tiles * (1024 + self._copied_scales)
-        return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
+        """Dynamic shared memory that the kernels use, in bytes."""
+        tiling, slices, rows = self.tiling, 1 if self.weight.half else 2, PART_ROWS * self.tiling.tiles
+        if not tiling.splits:
+            return few_rows_bytes(self.weight, self.most_rows, tiling, self.scale_dtype.itemsize)
+        step = 2 * self.most_rows * 128 + slices * tiling.warps * tiling.tiles * (1024 + self._copied_scales)
+        return max(tiling.stages * -(-step // 1024) * 1024, self.most_rows * (tiling.warps * rows + 4) * 4) + 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Variant(CudaVariant):
-    """All that w8a8.cu is compiled for."""
+    """Everything that w8a8.cu is compiled for."""
 
     @property
     def name(self) -> str:
-        """The kernel's name, and its file's."""
+        """Name of the kernel and of its file."""
         return "w8a8"
 
     @property
     def groups(self) -> int:
-        """Scales of a row of x."""
+        """Scales per row of x."""
         return 1 if self.by_row else self.in_features // FLOAT8_COLUMNS
 
     @property
     def two_fit(self) -> bool:
-        """Whether the registers suffice for two blocks of threads on a multiprocessor."""
-        return float8_two_fit(self.cut, self.most_rows, self.by_row)
+        """True if two thread blocks fit an SM's registers."""
+        return float8_two_fit(self.tiling, self.most_rows, self.by_row)
 
     @property
     def needed_bytes(self) -> int:
-        """Dynamic shared memory that the kernel uses."""
-        rows, most = PART_ROWS * self.cut.tiles * self.cut.warps, self.most_rows
+        """Dynamic shared memory that the kernel uses, in bytes."""
+        rows, most = PART_ROWS * self.tiling.tiles * self.tiling.warps, self.most_rows
         step = (rows + most) * FLOAT8_COLUMNS + (0 if self.by_row else 4 * most)
-        return max(self.cut.stages * step, most * (rows + 4) * 4) + 1024
+        return max(self.tiling.stages * step, most * (rows + 4) * 4) + 1024

@@ -1,6 +1,6 @@
-"""What kernels read of a quantised weight: how its bytes lie, and the blocks of .gguf files.
+"""Byte layouts of quantized weights as kernels read them, and the block formats of .gguf files, with their dequantize functions.
 
-Blocks are weights of 4 to 8 bits, as llama.cpp's types lay them out (ggml-common.h, ggml-quants.c).
+Blocks hold values of 4 to 8 bits in llama.cpp's layouts (ggml-common.h, ggml-quants.c).
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from torch import Tensor
 
 from headway.core.contract.linear import LinearSpec
 from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
-from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, Coded
+from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, QuantizedValues
 
 _GROUP = 32
 _SUPER = 256
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""Integers that the 4-bit values of IQ4_NL and IQ4_XS mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks."""
+    """A block type of .gguf files."""
 
     columns: int
-    """Columns of a row in one block."""
+    """Columns per block."""
     num_bytes: int
-    """Bytes of a block."""
-    decode: Callable[[Tensor], Coded]
-    """From blocks uint8 [rows, blocks, num_bytes] to codes and scales."""
+    """Bytes per block."""
+    decode: Callable[[Tensor], QuantizedValues]
+    """Decodes blocks uint8 [rows, blocks, num_bytes] to quantized values and scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufWeight(QuantizedWeight):
-    """Rows of blocks as they lie in the file; rows of several types one after the other, where products of one input differ."""
+    """Rows of .gguf blocks in the file's layout. Merged layers may have consecutive rows of several types."""
 
     types: tuple[str, ...]
-    """Names of BLOCK_TYPES, one for each part."""
+    """Names in BLOCK_TYPES, one for each run of rows."""
     blocks: tuple[Tensor, ...]
-    """uint8 [rows, blocks, num_bytes]"""
+    """uint8 [rows, blocks, num_bytes], one tensor for each run of rows."""
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[str, Tensor]]) -> GgufWeight:
-        """Rows one after the other; neighbours of one type become one part."""
+        """Concatenate runs of rows. Adjacent runs of one type are merged."""
         runs = [(name, [blocks for _, blocks in run]) for name, run in groupby(parts, key=lambda part: part[0])]
         return cls(tuple(name for name, _ in runs), tuple(torch.cat(blocks) for _, blocks in runs))
 
     @property
     def kind(self) -> str:
-        """The types in words."""
+        """Types of the blocks, for messages."""
         return f"gguf {' and '.join(dict.fromkeys(self.types))}"
 
     @property
@@ -62,23 +62,23 @@ class GgufWeight(QuantizedWeight):
 
     @property
     def spans(self) -> Mapping[str, int]:
-        """Return none: the blocks are no such tensors."""
+        """Return an empty mapping: blocks have no tensors with scales."""
         return {}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The blocks of each part."""
+        """Blocks of each run of rows."""
         return self.blocks
 
-    def coded(self) -> list[Coded]:
-        """Codes and scales of each part."""
+    def coded(self) -> list[QuantizedValues]:
+        """Return the quantized values and scales of each run of rows."""
         return [BLOCK_TYPES[name].decode(blocks) for name, blocks in zip(self.types, self.blocks, strict=True)]
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return torch.cat([_expanded(coded).to(dtype) for coded in self.coded()])
 
     def rows(self, rows: range | Tensor) -> GgufWeight:
-        """In another order, each row becomes a part of its own where they have several types."""
+        """Select rows. If the weight has several types, a tensor of indices makes each row a separate run."""
         if not isinstance(rows, range):
             if len(self.types) == 1:
                 return GgufWeight(self.types, (self.blocks[0][rows],))
@@ -109,7 +109,7 @@ class GgufWeight(QuantizedWeight):
         return GgufWeight.of_parts([part for each in parts for part in zip(each.types, each.blocks, strict=True)])
 
 
-def _expanded(coded: Coded) -> Tensor:
+def _expanded(coded: QuantizedValues) -> Tensor:
     codes = (coded.codes if coded.table is None else coded.table[coded.codes.long()]).float()
     numbers = [scales.float() for scales in coded.scales]
     if coded.supers:
@@ -120,22 +120,22 @@ def _expanded(coded: Coded) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """A float16 of each block: [rows, blocks]."""
+    """Return the float16 at byte `at` of each block: [rows, blocks]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """Low halves of bytes, then the high ones: [..., n] to [..., 2 n]."""
+    """Return the low halves of bytes, then the high halves: [..., n] -> [..., 2 n]."""
     return torch.cat([octets & 15, octets >> 4], dim=-1)
 
 
 def _parts(octets: Tensor, *sizes: int) -> Tensor:
-    """Bytes of a block in parts: [..., n] to [..., *sizes]."""
+    """Reshape the bytes of a block: [..., n] -> [..., *sizes]."""
     return octets.reshape(*octets.shape[:-1], *sizes)
 
 
 def _fifth_bits(octets: Tensor) -> Tensor:
-    """32 bits of 4 bytes, shifted to the place of a fifth bit: [..., 4] to [..., 32]."""
+    """Return 32 bits from 4 bytes, each shifted to bit 4: [..., 4] -> [..., 32]."""
     bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(-2) << 4
 
@@ -144,71 +144,73 @@ def _table(values: tuple[int, ...] | range) -> Tensor:
     return torch.tensor(tuple(values), dtype=torch.int8)
 
 
-def _q4_0(blocks: Tensor) -> Coded:
-    return Coded(
+def _q4_0(blocks: Tensor) -> QuantizedValues:
+    return QuantizedValues(
         _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(range(-8, 8)), SCALE_D, _GROUP, (_half(blocks, 0),)
     )
 
 
-def _q4_1(blocks: Tensor) -> Coded:
+def _q4_1(blocks: Tensor) -> QuantizedValues:
     scales = _half(blocks, 0), _half(blocks, 2)
-    return Coded(_nibbles(blocks[..., 4:]).flatten(1).view(torch.int8), _table(range(16)), SCALE_DM, _GROUP, scales)
+    return QuantizedValues(_nibbles(blocks[..., 4:]).flatten(1).view(torch.int8), _table(range(16)), SCALE_DM, _GROUP, scales)
 
 
-def _q5_0(blocks: Tensor) -> Coded:
+def _q5_0(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return Coded(codes.flatten(1).view(torch.int8) - 16, None, SCALE_D, _GROUP, (_half(blocks, 0),))
+    return QuantizedValues(codes.flatten(1).view(torch.int8) - 16, None, SCALE_D, _GROUP, (_half(blocks, 0),))
 
 
-def _q5_1(blocks: Tensor) -> Coded:
+def _q5_1(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return Coded(codes.flatten(1).view(torch.int8), None, SCALE_DM, _GROUP, (_half(blocks, 0), _half(blocks, 2)))
+    return QuantizedValues(codes.flatten(1).view(torch.int8), None, SCALE_DM, _GROUP, (_half(blocks, 0), _half(blocks, 2)))
 
 
-def _q8_0(blocks: Tensor) -> Coded:
-    return Coded(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), None, SCALE_D, _GROUP, (_half(blocks, 0),))
+def _q8_0(blocks: Tensor) -> QuantizedValues:
+    return QuantizedValues(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), None, SCALE_D, _GROUP, (_half(blocks, 0),))
 
 
 def _six_bits(octets: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and mins of 6 bits out of 12 bytes: each uint8 [rows, 8 blocks]."""
+    """Return 6-bit scales and minimums from 12 bytes: uint8 [rows, 8 blocks] each."""
     low, middle, high = octets.tensor_split([4, 8], dim=-1)
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
     mins = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)
     return scales.flatten(1), mins.flatten(1)
 
 
-def _q4_k(blocks: Tensor) -> Coded:
+def _q4_k(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(_parts(blocks[..., 16:], 4, 32)).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
-    return Coded(codes, _table(range(16)), SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
+    return QuantizedValues(codes, _table(range(16)), SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
 
 
-def _q5_k(blocks: Tensor) -> Coded:
+def _q5_k(blocks: Tensor) -> QuantizedValues:
     low = _parts(_nibbles(_parts(blocks[..., 48:], 4, 32)), 2, 32)
     high = blocks[..., 16:48][..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     codes = (low | high.reshape((*high.shape[:-2], 4, 2, 32)) << 4).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
-    return Coded(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
+    return QuantizedValues(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
 
 
-def _q6_k(blocks: Tensor) -> Coded:
+def _q6_k(blocks: Tensor) -> QuantizedValues:
     low = _nibbles(_parts(blocks[..., :128], 2, 64))
     high = _parts(blocks[..., 128:192], 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     codes = (low | high.flatten(-2) << 4).flatten(1).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return Coded(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER)
+    return QuantizedValues(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER)
 
 
-def _iq4_nl(blocks: Tensor) -> Coded:
-    return Coded(_nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(_IQ4), SCALE_D, _GROUP, (_half(blocks, 0),))
+def _iq4_nl(blocks: Tensor) -> QuantizedValues:
+    return QuantizedValues(
+        _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(_IQ4), SCALE_D, _GROUP, (_half(blocks, 0),)
+    )
 
 
-def _iq4_xs(blocks: Tensor) -> Coded:
+def _iq4_xs(blocks: Tensor) -> QuantizedValues:
     high = blocks[..., 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1)
     scales = (low.flatten(-2) | high.flatten(-2) << 4).flatten(1).view(torch.int8) - 32
     codes = _nibbles(_parts(blocks[..., 8:], 8, 16)).flatten(1).view(torch.int8)
-    return Coded(codes, _table(_IQ4), SCALE_SUPER, _GROUP, (scales,), (_half(blocks, 0),), _SUPER)
+    return QuantizedValues(codes, _table(_IQ4), SCALE_SUPER, _GROUP, (scales,), (_half(blocks, 0),), _SUPER)
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
@@ -223,60 +225,62 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "IQ4_NL": BlockType(_GROUP, 18, _iq4_nl),
     "IQ4_XS": BlockType(_SUPER, 136, _iq4_xs),
 }
-"""The types that our C multiplies; a tensor of another one is expanded when the file is converted."""
+"""Types that our C library multiplies. Tensors of other types are dequantized when the file is converted."""
 
 
 @dataclass(slots=True, eq=False)
 class Operand:
-    """What our kernels read of a layer."""
+    """A layer's weight and bias, as Headway's kernels read them."""
 
     weight: Any
-    """As the kernel arranges it."""
+    """Weight in the kernel's layout."""
     bias: Tensor | None
     out_features: int
     in_features: int
     order: Tensor | None = None
-    """int32 [in_features]: the input that belongs to each column; None: column k belongs to input k."""
+    """int32 [in_features]: input feature of each column. None means that column k is input k."""
 
     @classmethod
     def of(cls, weight: Any, bias: Tensor | None, arranged: Any = None) -> Operand:
-        """Make what a kernel reads of a weight. arranged: in the kernel's order, if it has one of its own."""
+        """Make the operand for a weight. arranged: the weight in the kernel's layout, if it has a special one."""
         rows, columns = weight.shape
         return cls(weight if arranged is None else arranged, bias, rows, columns, getattr(weight, "order", None))
 
 
 def sample_of(spec: LinearSpec) -> QuantizedWeight:
-    """Return a quantised weight as a layer's, without elements."""
+    """Return a quantized weight like the layer's, without elements."""
     sample = spec.weight.sample(spec.out_features, spec.in_features)
     assert sample is not None
     return sample
 
 
 _LEAST_SPAN = 16
-"""Columns of a product that the matrix units take at least."""
+"""Minimum columns per tensor-core instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """What the kernel must know of a weight's form: lengths in bytes of a row."""
+    """Byte layout of a quantized weight for the kernels. Lengths are bytes of a row."""
 
     kind: str
     row: int
     half: int
-    """Half a group, where a byte holds two codes; 0: a byte is a code."""
+    """Bytes of half a group, for two values per byte. 0 means one value per byte."""
     scales: int
-    """Scales of a row."""
+    """Scales per row."""
     scale_span: int
-    """Bytes under one scale."""
+    """Bytes per scale."""
     scale_rows: int
     """Rows that share scales."""
     zeros: bool
     span: int
-    """Bytes that a slice can have at most: they lie under one scale."""
+    """Maximum bytes of a slice, which must share a scale."""
 
 
 def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
-    """How the kernel reads a weight; None where it cannot: too few columns share a scale, or they do not fill a row."""
+    """Return the byte layout of a weight. None if kernels cannot read it: too few columns share a scale, or groups do not fill a
+    row.
+    """
     columns = weight.shape[1]
     if isinstance(weight, Int4Weight | Float4Weight):
         group = weight.group_size if isinstance(weight, Int4Weight) else MX_GROUP
@@ -294,7 +298,7 @@ def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
 
 
 def tensors_of(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes, scales and zeros, each contiguous; something else where there are no zeros."""
+    """Return bytes, scales and zeros, each contiguous. If there are no zeros, the last tensor is arbitrary."""
     if isinstance(weight, Int4Weight):
         return weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros
     if isinstance(weight, Float4Weight):

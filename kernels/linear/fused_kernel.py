@@ -1,4 +1,4 @@
-"""Headway's own linear kernels: what they compute around a product in one call."""
+"""Base class of Headway's own linear kernels, which can fuse operations around the GEMM in one call."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from headway.kernels.step.operations import Heads
 
 
 class FusedKernel(LinearKernel):
-    """A kernel that computes some of what stands around a product, too: `compute` takes what its capabilities name as fused."""
+    """A linear kernel that can fuse operations around its GEMM. `compute` accepts the arguments that its capabilities list as
+    fused.
+    """
 
     graph_level = GraphLevel.ANY
     library: ClassVar[bool] = False
-    """True if a library that is found computes it, which may change from one start to the next: each start tries it."""
+    """True if an external library computes the kernel. The library may change between starts, so each start tries it."""
     copies: ClassVar[bool] = False
-    """True if `prepare` copies the whole weight."""
+    """True if `prepare` copies the complete weight."""
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Any:
-        """Return what `compute` reads of a layer."""
+        """Return the layer's weight and bias in the form that `compute` reads."""
         return Operand.of(weight, bias)
 
     compute: Callable[..., Tensor]
-    """Returns the product of x [rows, in_features], bias included: [rows, out_features], half of it if gated.
+    """Return a linear layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-    Its arguments, all but the first two of which are left out where nothing of the kind is there, and taken by kernels that fuse
-    it: x; weight: what `prepare` returned; norm: `Norm` (RMSNorm) of x, before; gated and activation: of the product, or if
-    gated of its first half, times the second; add_to: what the product is added to, in place; rotated: `Heads` of q and k that
-    are normed and rotated (RoPE), with cos and sin; out: where it goes, contiguous, unless it is added to something.
+    All arguments except x and weight are optional, and only passed to kernels that fuse them. weight: result of `prepare`. norm:
+    `Norm` (RMSNorm) of x. activation: applied to the output, or if gated to its first half, which multiplies the second. add_to:
+    tensor to which the output is added, in place. rotated: `Heads` of q and k to be normed and rotated (RoPE), with cos and sin.
+    out: contiguous tensor for the output, unless add_to is given.
     """
 
     @cached_property
     def multiprocessors(self) -> int:
-        """Multiprocessors of the spec's GPU; 4 under an interpreter."""
+        """Number of SMs of the spec's GPU; 4 under an interpreter."""
         device = self.spec.device
         return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
     def rotates(self, rows: int, weight: Any, heads: Heads) -> bool:
-        """Return whether the kernel applies RoPE to these heads, too."""
+        """Return whether the kernel also applies RoPE to these heads."""
         return False
 
     def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:
-        """Write the product of x, bias included, to `out`."""
+        """Write the layer's output for x to `out`."""
         self.compute(x, weight, out=out)

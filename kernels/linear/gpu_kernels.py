@@ -1,4 +1,4 @@
-"""Products of linear layers on a GPU by torch, over rows that are rounded to FP8 or a weight that is dequantised."""
+"""GEMM kernels of linear layers on a GPU by torch: scaled_mm with x rounded to FP8, and cuBLAS after dequantizing the weight."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from headway.kernels.step.operations import Norm
 
 
 class RowRounding:
-    """Rounds rows to FP8, normed first, in one launch."""
+    """Launcher that norms rows and rounds them to FP8, in one launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers = Launchers(device)
 
     def __call__(self, x: Tensor, group: int, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """x in FP8, a multiple of four rows, and its scales, which multiply: [rows, columns / group]."""
+        """Return x in FP8, padded to a multiple of four rows, and its scales (factors) [rows, columns / group]."""
         rows, columns = x.shape
         padded = -(-rows // 4) * 4
         y = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=self._device)
@@ -45,7 +45,7 @@ class RowRounding:
 
 
 class Float8Operand:
-    """What products of FP8 by FP8 read of a layer."""
+    """A layer's weight and bias as FP8 GEMMs read them."""
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         assert isinstance(weight, Float8Weight)
@@ -53,13 +53,13 @@ class Float8Operand:
         self.bias = bias
         self.blocks = weight.block == (BLOCK, BLOCK)
         self.scales = weight.scales.t() if self.blocks else weight.scales.view(-1).expand(weight.shape[0]).contiguous()[None]
-        """[K / 128, N / 128] with neighbours along K, or [1, N] of scales a row."""
+        """[K / 128, N / 128] with adjacent elements along K, or [1, N] for scales per row."""
         self.group = BLOCK if self.blocks else weight.shape[1]
-        """Columns of x that share a scale."""
+        """Columns of x per scale."""
 
 
 class ScaledMM(FusedKernel):
-    """`torch._scaled_mm`, for which x is rounded to FP8: a scale for each row, or for each 128 columns of it."""
+    """FP8 GEMM by `torch._scaled_mm`. x is rounded to FP8 with a scale per row, or per 128 columns of a row."""
 
     name = SCALED
     capabilities = LinearCapabilities(frozenset({"fp8"}), (torch.bfloat16,), fused=frozenset({"norm", "bias"}))
@@ -67,7 +67,7 @@ class ScaledMM(FusedKernel):
 
     @cached_property
     def rounding(self) -> RowRounding:
-        """Rounds x."""
+        """Launcher that rounds x."""
         return RowRounding(self.spec.device)
 
     @classmethod
@@ -77,7 +77,7 @@ class ScaledMM(FusedKernel):
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight has a scale for each row, or (Hopper) for each block."""
+        """Return whether the weight has one scale per row, or (on Hopper) per block."""
         support = cls.capabilities.check(spec)
         if spec.weight.name == "fp8":
             support &= float8_scales(spec)
@@ -87,11 +87,11 @@ class ScaledMM(FusedKernel):
         return support
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Float8Operand:
-        """Return the weight with its scales as torch reads them."""
+        """Return the weight with its scales in torch's layout."""
         return Float8Operand(weight, bias)
 
     def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
-        """A launch for x, one for the product, and one for a bias."""
+        """Compute the layer in one launch for x, one for the GEMM, and one for a bias."""
         rows = x.shape[0]
         y, x_scales = self.rounding(x, weight.group, norm)
         x_scales = x_scales if weight.blocks else x_scales.contiguous()
@@ -102,14 +102,14 @@ class ScaledMM(FusedKernel):
 
 
 class Dequantizer:
-    """Expands weights in one launch, or in some of torch's for rare groups."""
+    """Dequantizes weights in one launch, or in several of torch's for rare group sizes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers = Launchers(device)
 
     def __call__(self, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-        """Return the weight in half precision [N, K], its columns in their own order."""
+        """Return the weight in half precision [N, K], with columns in their original order."""
         described = weight_bytes(weight)
         if described is None or dtype not in HALF_DTYPES:
             y = weight.dequantized(dtype)
@@ -138,7 +138,7 @@ class Dequantizer:
 
 
 class Dequantize(TritonProducts):
-    """The weight dequantised for each product of cuBLAS: for many rows, and where nothing else reads a format."""
+    """Dequantizes the weight for each call of cuBLAS: for many rows, and for formats that no other kernel reads."""
 
     name = DEQUANTIZED
     capabilities = LinearCapabilities(QUANTIZED, devices=DEVICES, order=True, fused=frozenset({"bias"}))
@@ -149,11 +149,11 @@ class Dequantize(TritonProducts):
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight is quantised: x may have any type."""
+        """Return whether the weight is quantized. x may have any type."""
         return cls.capabilities.check(dataclasses.replace(spec, dtype=torch.bfloat16))
 
     def compute(self, x: Tensor, weight: Operand, out: Tensor | None = None) -> Tensor:
-        """A launch that dequantises the weight, and one for the product."""
+        """Compute the layer in one launch that dequantizes the weight, and one for the GEMM."""
         x = x if weight.order is None else x.index_select(1, weight.order)
         dense = self._dequantizer(weight.weight, x.dtype).t()
         return torch.mm(x, dense, out=out) if weight.bias is None else torch.addmm(weight.bias, x, dense, out=out)

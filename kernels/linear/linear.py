@@ -1,4 +1,4 @@
-"""A linear layer: its weight, what kernels have prepared of it, and the kernel for each number of rows."""
+"""Linear layer: its weight, the weight's layouts for kernels, and the kernel for each number of rows."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ from headway.kernels.linear.choice import (
     LinearKernels,
     builtin_kernels,
 )
-from headway.kernels.runtime.native.library import Panels, multiply
+from headway.kernels.runtime.native.library import PackedWeight, multiply
 
 Compute = Callable[..., Tensor]
-"""From x [rows, in_features] to [rows, out_features], bias included; `out`, by name, is where it goes if it is given."""
+"""A layer bound to a kernel: x [rows, in_features] -> [rows, out_features], including the bias; written to `out` if given."""
 _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class ProductOrigin:
-    """Which modules of a checkpoint a product was made of, and how, for what is added to it later (adapters)."""
+    """Origin of a merged weight in the checkpoint, for LoRA adapters that are added later."""
 
     modules: Mapping[str, Axis]
-    """Full name of each module -> the rows of its weight, and which of them the rank holds, one module after the other."""
+    """Full name of each module -> the rows of its weight with the rank's shard, in the order of concatenation."""
     in_features: Axis
-    """The columns of all of them."""
+    """Columns of all modules, with the rank's shard."""
     order: Sequence[int] | None
-    """The product's rows by their number among those that are held; None: in that order."""
+    """Row number, among the held rows, of each row of the weight. None means in order."""
     scale: float | Sequence[float]
-    """What multiplies the rows of the product: one factor, or one for each."""
+    """Factor of the weight's rows: one number, or one per row."""
 
 
 class Applied:
-    """A kernel by the calls of the contract, bound to a layer. One that raises is replaced by the next."""
+    """A kernel of the plugin contract, bound to a layer. A kernel that raises is replaced by the next candidate."""
 
     def __init__(self, layer: Linear, kernel: LinearKernel, again: Callable[..., Compute] | None = None) -> None:
-        """again: returns the layer bound to another kernel, for the same arguments; None: `Linear.bound_to`."""
+        """Bind the kernel. again: returns the layer bound to another kernel for the same arguments; None means
+        `Linear.bound_to`.
+        """
         self._layer = layer
         self._kernel = kernel
         self._prepared = layer.prepared_for(kernel)
@@ -57,11 +59,10 @@ class Applied:
         self._fused = kernel.capabilities.fused
 
     def __call__(self, x: Tensor, out: Tensor | None = None, add_to: Tensor | None = None, **around: Any) -> Tensor:
-        """Return the product of x [rows, in_features] with its bias, added to `add_to` if that is given.
+        """Return the layer's output for x [rows, in_features], added to `add_to` if given.
 
-        around: those of `FusedKernel.compute` that the kernel claims.
-
-        :raises BackendError: the kernel raised, and the user asked for it or no other can compute the layer.
+        around: the arguments of `FusedKernel.compute` that the kernel fuses.
+        :raises BackendError: if the kernel raised, and the user requested it or no other kernel can compute the layer.
         """
         layer, bias, norm, gated = self._layer, self._layer.bias, around.get("norm"), around.get("gated", False)
         y = out if add_to is None else add_to
@@ -86,14 +87,14 @@ class Applied:
 
 
 class Buckets:
-    """A layer's kernels on a CPU by number of rows, each bound at its first step."""
+    """A layer's CPU kernels by number of rows, each bound at its first step."""
 
     def __init__(self, layer: Linear) -> None:
         self._layer = layer
         self.bound: dict[int, Compute] = {}
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the product by the kernel for the rows of x."""
+        """Compute the layer by the kernel for the number of rows of x."""
         rows, layer = x.shape[0], self._layer
         if not rows:
             return x.new_empty(0, layer.out_features) if out is None else out
@@ -105,15 +106,14 @@ class Buckets:
 
 
 class Linear:
-    """y = x W^T + b over weights that are only read.
+    """y = x W^T + b with constant weights.
 
-    On a GPU the weight stays as it is, and the device's operations bind the layer to kernels (`choice`); called by itself, the
-    layer is torch.mm over the weight, which is dequantised for each call.
-
-    On a CPU it is bound when it is made. If only Headway's kernels can compute it, the first of them takes the weight in the form
-    that it reads: our C, torch's product over int4, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode,
-    docs/benchmarks.md), or torch.mm; a weight that none of them reads is dequantised once. If a third party's kernel can compute
-    it, too, the weight stays until times decide (`settle`).
+    On a GPU, the weight keeps its layout, and the device's operations bind the layer to kernels (`choice`). Called directly, the
+    layer is torch.mm, which dequantizes a quantized weight in every call.
+    On a CPU, the layer is bound when it is made. If only Headway's kernels can compute it, the first one repacks the weight: our
+    C library, torch's int4 GEMM, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode, docs/benchmarks.md), or
+    torch.mm. A weight that none of them reads is dequantized once. If a third party's kernel is a candidate, the original weight
+    stays until measured times decide (`settle`).
     """
 
     def __init__(
@@ -126,12 +126,13 @@ class Linear:
         origin: ProductOrigin | None = None,
         kernels: LinearKernels | None = None,
     ) -> None:
-        """weight: [out_features, in_features]; bias: [out_features].
+        """Make the layer.
 
-        summed: the weight is some columns of the whole one, and what all ranks get is to be summed: by `RankedOperations`.
-        dtype: of x, for a quantised weight; None: the bias's, else float32 on a CPU and bfloat16 on a GPU.
-        kept: a quantised weight stays as it is on a CPU too, for operations that multiply it themselves. origin: what the weight
-        was made of; None: nobody asks. kernels: those of the model; None means Headway's own.
+        weight: [out_features, in_features]. bias: [out_features]. summed: True if the weight is a column shard, whose results
+            `RankedOperations` sums over ranks. dtype: type of x for a quantized weight; None means the bias's type, else float32
+            on a CPU and bfloat16 on a GPU. kept: True leaves a quantized weight unchanged on a CPU too, for operations that
+            multiply it themselves. origin: modules of the weight; None if adapters do not need it. kernels: kernels of the model;
+            None means Headway's own.
         """
         self.number = next(_NUMBERS)
         self.summed = summed
@@ -141,25 +142,25 @@ class Linear:
         self.in_features = in_features
         self.bias = bias
         self.weight = weight
-        """As it was given, or as the product reads it."""
+        """Original weight, or its layout for the kernel that is bound for good."""
         self.prepared: dict[str, Any] = {}
-        """What kernels read of the layer, by the name of the arrangement."""
+        """Weights in kernels' layouts, by the name of the layout."""
         self.expanded_bytes = 0
-        """Bytes that a quantised weight takes because it was expanded; 0: it was not."""
-        self.panels: Panels | None = None
-        """The weight as our C reads it on a CPU; None: others multiply."""
+        """Bytes of a dequantized weight. 0 means that the weight was not dequantized."""
+        self.packed: PackedWeight | None = None
+        """Weight in packed blocks for our C library on a CPU. None if other kernels multiply it."""
         self.held_bytes = weight.nbytes
-        """Bytes that a product reads: of a quantised weight with its scales, and of what it became where it was expanded."""
+        """Bytes that a GEMM reads: a quantized weight with its scales, or the dequantized weight."""
         self.reads_quantized = False
-        """Whether products read a quantised weight as it is."""
+        """True if kernels read the quantized weight directly."""
         self.choice: LinearChoice | None = None
-        """The kernels that can compute the layer, and the one for each number of rows."""
+        """The candidate kernels, and the kernel for each number of rows."""
         self.steps: Any = None
-        """The layer bound to kernels by the operations of a GPU, `kernels/step/fused.py`; None until they need it."""
+        """The layer bound to kernels by a GPU's operations (`kernels/step/fused.py`). None until the first step."""
         self.gated_steps: Any = None
         self._compute: Compute | None = None
         self._closed: LinearKernel | None = None
-        """The kernel that the layer is bound to for good, on a CPU."""
+        """Kernel that the layer is bound to for good, on a CPU."""
         self._transposed = weight.t() if isinstance(weight, Tensor) else None
         self.device = weight.device
         if isinstance(weight, Tensor):
@@ -172,7 +173,7 @@ class Linear:
             self._bind_on_cpu(kernels or usual_kernels())
 
     def spec(self, device: torch.device | None = None, gated: bool = False) -> LinearSpec:
-        """Return the layer as kernels are asked for it. device: another than the weight's."""
+        """Return the spec of the layer, for asking kernels. device: replaces the weight's device."""
         form, bias = WeightFormat.of(self.weight), self.bias is not None
         return LinearSpec(self.in_features, self.out_features, self.dtype, device or self.device, form, gated=gated, bias=bias)
 
@@ -189,7 +190,7 @@ class Linear:
             self._close(choice.kernel_of(0))
 
     def _close(self, kernel: LinearKernel) -> None:
-        """Bind the layer to one kernel for good: the weight stays in no other form."""
+        """Bind the layer to one kernel for good: the weight stays only in that kernel's layout."""
         if kernel.name == EXPANDED:
             choice = self.choice
             self._expand(usual_kernels())
@@ -201,14 +202,14 @@ class Linear:
         if kernel.name != TORCH:
             self._transposed = None
             read = self.prepared[kernel.name]
-            self.weight = read.data if isinstance(read, Panels) else read[0]
-            if isinstance(read, Panels):
-                self.panels = read
+            self.weight = read.data if isinstance(read, PackedWeight) else read[0]
+            if isinstance(read, PackedWeight):
+                self.packed = read
                 self.held_bytes = read.nbytes
         self.reads_quantized = quantized and kernel.name in (NATIVE, INT4PACK)
 
     def _expand(self, kernels: LinearKernels) -> None:
-        """Become a layer over the dequantised weight."""
+        """Replace the weight by the dequantized weight."""
         assert not isinstance(self.weight, Tensor)
         self.weight = self.weight.dequantized(self.dtype)
         self._transposed = self.weight.t()
@@ -217,28 +218,33 @@ class Linear:
         self._bind_on_cpu(kernels)
 
     def settle(self) -> None:
-        """Prepare the layer for the kernels that serve, and let go of whatever no one reads: once times have decided.
+        """Prepare the layer for the selected kernels, after measured times have decided.
 
-        If one of Headway's kernels serves on a CPU, whatever the number of rows, the weight stays only in that kernel's form.
+        If one of Headway's kernels is selected for every number of rows on a CPU, the weight stays only in that kernel's layout.
         """
         choice = self.choice
         assert choice is not None
         serving = [*choice.serving()]
-        if self.device.type == "cpu" and self._compute is not None and len(serving) == 1 and not choice.is_guest(serving[0]):
+        if (
+            self.device.type == "cpu"
+            and self._compute is not None
+            and len(serving) == 1
+            and not choice.is_third_party(serving[0])
+        ):
             self.prepared.clear()
             self._close(choice.kernels[serving[0]])
 
     def unbind(self) -> None:
-        """Have the layer bound anew, by the present choice."""
+        """Forget bound kernels, so that the layer is bound by the current choice."""
         self.steps = None
         self.gated_steps = None
         if isinstance(self._compute, Buckets):
             self._compute.bound.clear()
 
     def prepared_for(self, kernel: LinearKernel) -> Any:
-        """Return what a kernel reads of the layer, which is made at the first call.
+        """Return the weight as prepared for a kernel, made at the first call.
 
-        :raises ArithmeticError: the weight's scales have no place in it.
+        :raises ArithmeticError: if the kernel's type cannot represent the weight's scales.
         """
         name = kernel.arrangement or kernel.name
         if name not in self.prepared:
@@ -248,39 +254,39 @@ class Linear:
         return self.prepared[name]
 
     def bytes_of(self, kernel: LinearKernel) -> int:
-        """Return the bytes that a kernel's arrangement takes besides the weight and the bias."""
+        """Return the bytes of a kernel's layout besides the original weight and bias."""
         own = {each.untyped_storage().data_ptr() for each in held_tensors(self.weight, self.bias).values()}
         held = held_tensors(self.prepared.get(kernel.arrangement or kernel.name)).values()
         return sum(each.nbytes for each in held if each.untyped_storage().data_ptr() not in own)
 
     def prepare(self, kernel: LinearKernel) -> int:
-        """Prepare the layer for a kernel, and return the bytes that this takes besides the weight and the bias."""
+        """Prepare the layer for a kernel. Return the bytes that this takes besides the weight and bias."""
         self.prepared_for(kernel)
         return self.bytes_of(kernel)
 
     def release(self, kernel: LinearKernel) -> None:
-        """Drop what was prepared for a kernel."""
+        """Free a kernel's layout of the weight."""
         self.prepared.pop(kernel.arrangement or kernel.name, None)
 
     def bound_to(self, kernel: LinearKernel, again: Callable[..., Compute] | None = None) -> Compute:
-        """Return the layer's product by a kernel, bias included. again: as in `Applied`."""
+        """Return the layer bound to a kernel, including the bias. again: see `Applied`."""
         compute = getattr(kernel, "compute", None)
         if compute is not None and kernel.capabilities.fused:
             return partial(compute, weight=self.prepared_for(kernel))
         return Applied(self, kernel, again)
 
     def fused_by(self, kernel: LinearKernel) -> frozenset[str]:
-        """Return what a kernel computes around the product: a bias that it leaves to the engine comes before the activation."""
+        """Return the operations that a kernel fuses in this layer. If the engine adds the bias, activations cannot be fused."""
         fused = kernel.capabilities.fused
         return fused if self.bias is None or "bias" in fused else fused - {"activation", "gated"}
 
     @property
-    def hands_over(self) -> bool:
-        """Whether a third party's kernel on a CPU may compute more than the product: the operations then hand that over."""
-        return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.hands_over
+    def fuses_more(self) -> bool:
+        """True if a third party's CPU kernel may fuse operations around the GEMM; the operations are then passed to it."""
+        return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.fuses_more
 
     def bind_as(self, other: Linear) -> None:
-        """Prepare a new weight for the kernels for which that of another layer of the kind is prepared."""
+        """Prepare this layer's weight for the same kernels as another layer of the kind."""
         if other._closed is not None:
             if self._closed is None:
                 self._close(other._closed)
@@ -289,28 +295,29 @@ class Linear:
             self.prepared_for(kernel)
 
     def update(self, built: Linear) -> None:
-        """Write what third parties' kernels have prepared of a new weight (`bind_as`) over what they prepared before.
+        """Overwrite what third parties' kernels prepared with the new weight of `built` (see `bind_as`).
 
-        :raises ConfigError: one of them cannot.
+        :raises ConfigError: if a kernel does not support updates.
         """
         for kernel in self._kernels() if self._closed is None else ():
-            if self.choice is not None and self.choice.is_guest(kernel.name):
+            if self.choice is not None and self.choice.is_third_party(kernel.name):
                 kernel.update(self.prepared_for(kernel), built.prepared_for(kernel))
 
     def _kernels(self) -> list[LinearKernel]:
-        """One kernel for each arrangement that the layer has."""
+        """Return one kernel for each layout that the layer has."""
         kernels = {} if self.choice is None else {each.arrangement or each.name: each for each in self.choice.kernels.values()}
         return [kernels[name] for name in self.prepared if name in kernels]
 
     @property
     def is_dense(self) -> bool:
-        """Whether the weight is a plain matrix, arranged for nothing."""
+        """True if the weight is a dense matrix without a special layout."""
         return self._transposed is not None
 
     def followed_by(self, rows: int) -> Linear:
-        """Move a plain weight to where so many rows of zeros follow it; return the layer of all these rows, for another to fill.
+        """Move a dense weight to memory with `rows` additional rows of zeros. Return a layer over all rows, for the caller to
+        fill.
 
-        Both layers read the same memory.
+        Both layers share the memory.
         """
         assert self.is_dense, "the rows of another weight are not laid out alike"
         weight, bias = self.weight, self.bias
@@ -324,9 +331,9 @@ class Linear:
         return Linear(whole, None if bias is None else torch.cat([bias, bias.new_zeros(rows)]))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x: [rows, in_features] to [rows, out_features]: `out`, where it is given."""
-        if self.panels is not None:
-            return multiply(self.panels, x, out)
+        """Return the layer's output for x [rows, in_features]: [rows, out_features], written to `out` if given."""
+        if self.packed is not None:
+            return multiply(self.packed, x, out)
         if self._compute is not None:
             return self._compute(x, out=out)
         transposed = self._transposed
@@ -334,13 +341,13 @@ class Linear:
             weight = self.weight
             assert not isinstance(weight, Tensor)
             transposed = weight.dequantized(x.dtype).t()
-        # What F.linear comes down to; it takes no `out` itself.
+        # The implementation of F.linear, which does not accept `out`.
         if self.bias is None:
             return torch.mm(x, transposed, out=out)
         return torch.addmm(self.bias, x, transposed, out=out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + y in one product where there is no bias; residual: [rows, out_features], overwritten or not."""
+        """Return residual + y, in one GEMM if there is no bias. residual: [rows, out_features]; may be overwritten."""
         if self._transposed is None or self.bias is not None or self._compute is not None:
             return residual + self(x)
         return residual.addmm_(x, self._transposed)
@@ -348,5 +355,5 @@ class Linear:
 
 @cache
 def usual_kernels() -> LinearKernels:
-    """Headway's own kernels for a CPU."""
+    """Return Headway's own kernels for a CPU."""
     return builtin_kernels(torch.device("cpu"))

@@ -1,9 +1,9 @@
-"""Products over weights of 4 and 8 bits by vLLM's library: Marlin, and CUTLASS for FP8.
+"""GEMM kernels of vLLM's library over weights of 4 and 8 bits: Marlin, and CUTLASS for FP8.
 
-Marlin (Frantar et al. 2024, arXiv 2408.11743), as vLLM extends it, wants a weight in an order of its own. The codes go to
-`gptq_marlin_repack` in GPTQ's form, whose words hold neighbouring columns of one row of the weight. Scales and zeros are put into
-the order in which the threads of a warp meet them: rows of the weight that lie eight apart where scales change along a row; pairs
-of neighbours, eight apart, where one scale serves a row, because that is applied to what is stored at the end.
+Marlin (Frantar et al. 2024, arXiv 2408.11743), as extended by vLLM, needs a repacked weight. Quantized values are passed to
+`gptq_marlin_repack` in GPTQ's format, whose words hold adjacent columns of one weight row. Scales and zeros are permuted into the
+order in which a warp's threads use them. If scales change along a row, these are rows with distance eight. With one scale per
+row, which is applied when results are stored, these are pairs of adjacent rows with distance eight.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS
 from headway.kernels.step.operations import Norm
 
 GROUPS: Final = (32, 64, 128)
-"""Columns that may share a scale, apart from all of a row."""
+"""Supported group sizes in columns, besides complete rows."""
 _GROUPED: Final = [row + 8 * step for row in range(8) for step in range(8)]
 _WHOLE: Final = [2 * pair + row + 8 * step for pair in range(4) for step in range(4) for row in (0, 1)]
 _NIBBLES: Final = [0, 2, 4, 6, 1, 3, 5, 7]
-"""Order of the codes of 4 bits in a word, for a pair of them is unpacked at once; likewise of four bytes: 0, 2, 1, 3."""
+"""Order of 4-bit values in a word, since pairs are unpacked at once. For four bytes it is 0, 2, 1, 3 (_BYTES)."""
 _BYTES: Final = [0, 2, 1, 3]
 
 
 @dataclass(frozen=True, slots=True)
 class MarlinWeight:
-    """What Marlin reads of a layer."""
+    """A layer's weight and bias as Marlin reads them."""
 
     codes: Tensor
-    """int32, as `gptq_marlin_repack` leaves it."""
+    """int32: output of `gptq_marlin_repack`."""
     scales: Tensor
-    """[K / group, N] in x's type, or e8m0 for MXFP4"""
+    """[K / group, N] in x's type, or e8m0 for MXFP4."""
     zeros: Tensor | None
-    """int32 [K / group, N / 8]"""
+    """int32 [K / group, N / 8]. None if there are no zeros."""
     bias: Tensor | None
     """[N]"""
     order: Tensor | None
-    """int32 [K]: the input that belongs to each column."""
+    """int32 [K]: input feature of each column. None means in order."""
     type_id: int
 
 
 def can_arrange(spec: LinearSpec) -> Support:
-    """Return whether Marlin has kernels for a format and shape."""
+    """Return whether Marlin supports a format and shape."""
     rows, columns, weight, support = spec.out_features, spec.in_features, spec.weight, YES
     if not ((rows % 64 == 0 and columns % 128 == 0) or (rows % 128 == 0 and columns % 64 == 0)):
         need = "multiples of 64 x 128 or 128 x 64"
@@ -76,7 +76,7 @@ def can_arrange(spec: LinearSpec) -> Support:
 
 
 def words(weight: QuantizedWeight) -> Tensor:
-    """The codes in GPTQ's form, the first column of a word lowest: int32 [K / 8, N] of 4 bits, [K / 4, N] of 8."""
+    """Return the values in GPTQ's format, with a word's first column lowest: int32 [K / 8, N] for 4 bits, [K / 4, N] for 8."""
     if isinstance(weight, Float8Weight):
         codes = weight.values.view(torch.uint8)
     else:
@@ -88,16 +88,16 @@ def words(weight: QuantizedWeight) -> Tensor:
 
 
 def scales_of(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """[K / group, N], in Marlin's order and in x's type: those of floats hold the difference of the exponents' biases, too.
+    """Return scales [K / group, N] in Marlin's order and x's type. FP8 scales include the difference of the exponent biases.
 
-    :raises ArithmeticError: a scale is too large or too small for x's type.
+    :raises ArithmeticError: if a scale is too large or too small for x's type.
     """
     if isinstance(weight, Float4Weight):
-        # Powers of two in a byte each, of which four are unpacked at once.
+        # Powers of two, one byte each, of which four are unpacked at once.
         permuted = _permuted(weight.exponents.t(), _GROUPED)
         return permuted.view(-1, 4)[:, _BYTES].view(permuted.shape).contiguous().view(torch.float8_e8m0fnu)
     if isinstance(weight, Float8Weight):
-        # As vLLM's kernel unpacks e4m3: its exponent's bits are those of x's type, unchanged.
+        # vLLM's kernel copies e4m3's exponent bits to x's type unchanged, so the scales correct the bias.
         scales = weight.scales.repeat_interleave(weight.block[0], 0)[: weight.shape[0]] * 2.0 ** _EXPONENTS[dtype]
     else:
         assert isinstance(weight, Int4Weight)
@@ -110,7 +110,9 @@ def scales_of(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def zeros_of(weight: QuantizedWeight) -> Tensor | None:
-    """int32 [K / group, N / 8] in Marlin's order, which is that of scales within k, whatever the group; None: 8 everywhere."""
+    """Return zeros int32 [K / group, N / 8] in Marlin's order, that of grouped scales for any group size. None means 8
+    everywhere.
+    """
     if not isinstance(weight, Int4Weight) or weight.zeros is None:
         return None
     permuted = _permuted(weight.zeros.t(), _GROUPED)
@@ -119,12 +121,12 @@ def zeros_of(weight: QuantizedWeight) -> Tensor | None:
 
 
 def bias_of(bias: Tensor | None) -> Tensor | None:
-    """[N] in Marlin's order."""
+    """Return the bias [N] in Marlin's order."""
     return None if bias is None else _permuted(bias[None], _WHOLE)[0]
 
 
 def type_of(weight: QuantizedWeight) -> int:
-    """The number by which vLLM's operators know a weight's elements."""
+    """Return vLLM's id of a weight's element type."""
     if isinstance(weight, Int4Weight):
         return INT4_LESS_8 if weight.zeros is None else INT4
     return FLOAT8 if isinstance(weight, Float8Weight) else FLOAT4
@@ -135,14 +137,14 @@ def _permuted(values: Tensor, order: list[int]) -> Tensor:
 
 
 _EXPONENTS: Final = {torch.float16: 8, torch.bfloat16: 120}
-"""Bias of the exponents of x's type less that of e4m3."""
+"""Exponent bias of x's type minus that of e4m3."""
 
 
 _SCALED_PRODUCT, _ROWS, _BLOCKS = "cutlass_scaled_mm", "cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"
 
 
 class Cutlass(ScaledMM):
-    """vLLM's `cutlass_scaled_mm`: x is rounded as for `torch._scaled_mm`, and the weight is read as it is."""
+    """FP8 GEMM by vLLM's `cutlass_scaled_mm`. x is rounded like for `torch._scaled_mm`; the weight keeps its layout."""
 
     name = CUTLASS
     capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, fused=frozenset({"norm", "bias"}))
@@ -154,12 +156,12 @@ class Cutlass(ScaledMM):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether vLLM's library is found, with the operators that are called."""
+        """Return whether vLLM's library is found, with the needed operators."""
         return bind(_SCALED_PRODUCT, _ROWS, _BLOCKS)[1]
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight's scales are by rows or by blocks, as far as the library was built for this GPU."""
+        """Return whether the weight has scales per row or per block, and the library was built for this GPU."""
         support = cls.capabilities.check(spec)
         if spec.weight.name == "fp8":
             support &= float8_scales(spec)
@@ -175,10 +177,10 @@ class Cutlass(ScaledMM):
         return support
 
     def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
-        """A launch for x, one for the product, and one for a bias over blocks."""
+        """Compute the layer in one launch for x, one for the GEMM, and one for a bias with block scales."""
         rows, blocks, bias = x.shape[0], weight.blocks, weight.bias
         y, x_scales = self.rounding(x, weight.group, norm)
-        if not blocks:  # those take any number of rows, and contiguous scales
+        if not blocks:  # row scales allow any number of rows, and must be contiguous
             y, x_scales = y[:rows], x_scales[:rows].contiguous()
         product = out if out is not None and len(y) == rows else x.new_empty(len(y), weight.weight.shape[0])
         self._operators[_SCALED_PRODUCT](
@@ -199,7 +201,9 @@ _CAPABILITY = (8, 0)
 
 
 class Marlin(FusedKernel):
-    """vLLM's `marlin_gemm`: x stays as it is, scales are rounded to its type. An arrangement is as large as the weight."""
+    """GEMM by vLLM's `marlin_gemm`. x keeps its type, and scales are rounded to it. The repacked weight is as large as the
+    original.
+    """
 
     name = MARLIN
     capabilities = LinearCapabilities(frozenset({"int4", "fp8", "mxfp4"}), devices=DEVICES, order=True, fused=frozenset({"bias"}))
@@ -211,24 +215,24 @@ class Marlin(FusedKernel):
 
     @cached_property
     def _locks(self) -> Tensor:
-        """A word for each multiprocessor, zero between launches."""
+        """int32 [number of SMs]: locks, zero between launches."""
         count = self.multiprocessors if torch.cuda.is_available() else 1
         return torch.zeros(count, dtype=torch.int32, device=self.spec.device)
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether vLLM's library is found, with the operators that are called."""
+        """Return whether vLLM's library is found, with the needed operators."""
         return bind(_PRODUCT, _REPACK)[1]
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether Marlin has kernels for the format, groups and shape, on this GPU."""
+        """Return whether Marlin supports the format, groups and shape, on this GPU."""
         return cls.capabilities.check(spec) & can_arrange(spec) & at_least(_CAPABILITY, spec.device)
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> MarlinWeight:
-        """Return the weight, whose elements are read and repacked on their device.
+        """Return the weight, repacked on its device.
 
-        :raises ArithmeticError: a scale is too large or too small for x's type.
+        :raises ArithmeticError: if a scale is too large or too small for x's type.
         """
         assert not isinstance(weight, Tensor)
         repack, (rows, columns), dtype = self._operators[_REPACK], weight.shape, self.spec.dtype
@@ -238,7 +242,7 @@ class Marlin(FusedKernel):
             "size_n": rows,
             "num_bits": 8 if isinstance(weight, Float8Weight) else 4,
         }
-        if "perm" in repack.place:  # columns lie in the order of their groups already
+        if "perm" in repack.place:  # columns are sorted by group already
             given["perm"] = torch.empty(0, dtype=torch.int32, device=weight.device)
         return MarlinWeight(
             codes=repack(**given),
@@ -250,7 +254,7 @@ class Marlin(FusedKernel):
         )
 
     def compute(self, x: Tensor, weight: MarlinWeight, out: Tensor | None = None) -> Tensor:
-        """One launch, and one before it for columns in another order."""
+        """Compute the layer in one launch, preceded by one that reorders columns if needed."""
         x = x if weight.order is None else x.index_select(1, weight.order)
         product: Tensor = self._operators[_PRODUCT](
             a=x,

@@ -1,12 +1,11 @@
-"""Products of one to sixteen rows: the time is that of reading the weights, so all is done to ask for them early and at once.
+"""Triton GEMV and skinny GEMM over dense weights for 1 to 16 rows: the time is that of reading the weights, so loads start early.
 
-A program holds BLOCK_N whole rows of the weight, in chunks of BLOCK_K, the first DEPTH of them asked for before it waits for x:
-they arrive while the kernel before this one still runs (PDL, see step_kernels.py). A sum over K belongs to one program and has
-one order, whatever the number of rows.
-
-RMSNorm before the product costs no pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares),
-which is known by then. QK-norm and RoPE after it need whole heads: the program that completes one (they count arrivals) reads it
-back and turns it, which spares a launch.
+A program holds BLOCK_N complete rows of the weight, in chunks of BLOCK_K. It loads the first DEPTH chunks before it waits for x,
+so they arrive while the previous kernel still runs (PDL, see step_kernels.py). There is no split-K: a sum over K belongs to one
+program and has one order, whatever the number of rows.
+A fused RMSNorm needs no extra pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares), which
+is known by then. QK-norm and rotary embedding (RoPE) need whole heads: the program that completes a head (programs count
+arrivals) reads it back and rotates it, which saves a launch.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, can_launch, shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
-from headway.kernels.step.step_kernels import activate, either, turn
+from headway.kernels.step.step_kernels import activate, either, rotate
 
 
 @triton.jit
 def one_row(
     x_ptr,  # [K]
     weight_ptr,  # [N, K]; GATED: [2 N, K], gate over up
-    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    norm_ptr,  # [K], weight of the RMSNorm of x (NORM)
     bias_ptr,  # [N] or [2 N] (BIAS)
     y_ptr,  # [N], written; added to (ADD)
     eps,
-    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, as the next ones)
+    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, like the following four)
     sin_ptr,
     q_norm_ptr,  # [HEAD_DIM] (QK_NORM)
     k_norm_ptr,
@@ -55,17 +54,17 @@ def one_row(
     DEPTH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
+    ACTIVATION: tl.constexpr,  # activation of the gate, or of everything; empty means none
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
+    HEADS: tl.constexpr,  # q heads to rotate, in the first rows of the weight, followed by those of k; 0 means no RoPE
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N
     BLOCK_HALF: tl.constexpr,  # HEAD_DIM / 2 rounded up to a power of two
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
+    """y = W norm(x) + bias (GEMV), optionally activated, gated, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -91,8 +90,8 @@ def one_row(
         low_weight, high_weight = 1.0, 1.0
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # not before: kernels further on would take memory's time from those whose turn it is
-    if ADD:  # asked for here, not where it is used: the answer takes as long as the product
+        gdc_launch_dependents()  # not earlier: later kernels would compete for memory bandwidth with the current ones
+    if ADD:  # loaded here instead of at its use, because the latency is as long as the GEMV
         residual = tl.load(y_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -130,21 +129,21 @@ def one_row(
         y += residual
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
     if HEADS > 0:
-        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, 1, N, BLOCK_N, 1,
+        rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, 1, N, BLOCK_N, 1,
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
 
 
-# Repeats steps of `one_row` and stays apart: each is compiled alone, tiles here have one more axis and go to the matrix units,
-# and loads and waits stand where the hardware is to be asked.
+# Similar to `one_row`, but separate: each is compiled independently, tiles here have one more axis and use tensor cores, and
+# loads and waits are placed for the hardware.
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; GATED: [2 N, K], gate over up
-    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    norm_ptr,  # [K], weight of the RMSNorm of x (NORM)
     bias_ptr,  # [N] or [2 N] (BIAS)
     y_ptr,  # [rows, N], written; added to (ADD)
     eps,
-    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, as the next ones)
+    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, like the following four)
     sin_ptr,
     q_norm_ptr,  # [HEAD_DIM] (QK_NORM)
     k_norm_ptr,
@@ -155,24 +154,26 @@ def few_rows(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # rows rounded up to what the matrix units take
-    SLICES: tl.constexpr,  # parts of BLOCK_K, one a warp
+    BLOCK_M: tl.constexpr,  # rows rounded up to a size that tensor cores support
+    SLICES: tl.constexpr,  # parts of BLOCK_K, one per warp
     DEPTH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
+    ACTIVATION: tl.constexpr,  # activation of the gate, or of everything; empty means none
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
+    HEADS: tl.constexpr,  # q heads to rotate, in the first rows of the weight, followed by those of k; 0 means no RoPE
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N
     BLOCK_HALF: tl.constexpr,  # HEAD_DIM / 2 rounded up to a power of two
     QK_NORM: tl.constexpr,
-    DOT: tl.constexpr,  # what the matrix units multiply
-    EARLY: tl.constexpr,  # the next kernel may start at once, not when x is there
+    DOT: tl.constexpr,  # type of the operands of tl.dot
+    EARLY: tl.constexpr,  # the next kernel may start at once, not only when x is there
     PDL: tl.constexpr,
 ):
-    """The same for `rows` rows, on the matrix units: W x^T, the warps side by side along K. Grid (cdiv(N, BLOCK_N))."""
+    """y = W norm(x) + bias for `rows` rows on tensor cores (skinny GEMM, W x^T), with warps side by side along K. Grid (cdiv(N,
+    BLOCK_N)).
+    """
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEP: tl.constexpr = BLOCK_K // SLICES
     if PDL and EARLY:
@@ -247,13 +248,13 @@ def few_rows(
         y += residual
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if HEADS > 0:
-        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
+        rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
 
 
 @triton.jit
 def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of the weight, with no mask where none is needed; it is read once, so it need not stay in the cache."""
+    """Load a tile of the weight, with a mask only if needed. It is read once, so it need not stay in the cache."""
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         tile = tl.load(ptr + at, eviction_policy="evict_first")
     else:
@@ -264,23 +265,23 @@ def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit
 def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                 HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
-    """The two halves [1, BLOCK_HALF] of the norm weight of this program's head."""
+    """Return both halves [1, BLOCK_HALF] of the norm weight of this program's head."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, as what it is compared beside
+    head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, like the tensors that it is compared with
     h = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (h < HALF) & (head < HEADS + KV_HEADS)
     return either(q_norm_ptr, k_norm_ptr, h, head < HEADS, mask), either(q_norm_ptr, k_norm_ptr, h + HALF, head < HEADS, mask)
 
 
 @triton.jit
-def turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
+def rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                      HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
     """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the head."""
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0) * BLOCK_N // HEAD_DIM
     if head < HEADS + KV_HEADS:
-        tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+        tl.debug_barrier()  # the atomic below releases the stores of all threads of this program
         arrived = tl.atomic_add(arrivals_ptr + head, 1, sem="acq_rel", scope="gpu")
         if arrived == HEAD_DIM // BLOCK_N - 1:
             r = tl.arange(0, BLOCK_M)[:, None]
@@ -289,23 +290,25 @@ def turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_p
             cos = tl.load(cos_ptr + r * HALF + h, mask=mask, other=0.0)
             sin = tl.load(sin_ptr + r * HALF + h, mask=mask, other=0.0)
             at = y_ptr + r * N + head * HEAD_DIM + h
-            # .cg: not from this multiprocessor's own cache, which need not have what the others stored
+            # .cg bypasses this SM's L1 cache, which may lack what other programs stored
             low = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             high = tl.load(at + HALF, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-            low, high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, QK_NORM)
+            low, high = rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, QK_NORM)
             tl.store(at, low.to(y_ptr.dtype.element_ty), mask=mask)
             tl.store(at + HALF, high.to(y_ptr.dtype.element_ty), mask=mask)
             tl.store(arrivals_ptr + head, 0)
 
 
 MAX_ROWS = 16
-"""Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
+"""Maximum rows of these kernels. This and the constants below were measured on an H200 against cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**24
-"""Elements of the weight up to which ours serve more than one row, and half as many more than half of MAX_ROWS; a larger one is
-read as fast by cuBLAS, or faster. With 16 rows cuBLAS takes an H100 16 us for 5120 x 2880 and for 2880 x 4096, where ours took 22
-in a step of gpt-oss-20b, what comes before and after them included."""
+"""Maximum elements of the weight for several rows, or twice the maximum for more than half of MAX_ROWS.
+
+cuBLAS reads larger weights as fast or faster. With 16 rows on an H100, cuBLAS takes 16 us for 5120 x 2880 and for 2880 x 4096,
+and these kernels 22 us, in a step of gpt-oss-20b, including the operations before and after the GEMM.
+"""
 HEAD_MULTIPLE = 16
-"""A head that a product rotates is made of so many rows of the weight, times a whole number."""
+"""Divisor of the head dimension for fused RoPE, in rows of the weight."""
 DEVICES: Final = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 QUANTIZED: Final = frozenset(FORMATS) - {"plain"}
 T = TypeVar("T")
@@ -315,7 +318,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 @dataclass(frozen=True, slots=True)
 class ProductCase:
-    """A product with what comes before and after it, as far as kernels are compiled for it, whatever their cut."""
+    """A linear layer with its fused operations, as far as kernels are compiled for it; without the tiling."""
 
     dtype: torch.dtype
     in_features: int
@@ -326,7 +329,7 @@ class ProductCase:
     add: bool
     bias: bool
     heads: tuple[int, int, int, bool] | None
-    """num_heads, num_kv_heads, head_dim and whether they are normed, where they are to be rotated."""
+    """num_heads, num_kv_heads, head_dim and whether heads are normed. None means no RoPE."""
 
     @classmethod
     def of(
@@ -358,11 +361,11 @@ class ProductCase:
 
     @property
     def dot(self) -> Any:
-        """What the matrix units multiply; the interpreter multiplies the raw bits of bfloat16."""
+        """Type of the operands of tl.dot. The interpreter would multiply the raw bits of bfloat16, so it uses float32."""
         return tl.float32 if INTERPRETED else _TYPES[self.dtype]
 
     def constants(self, head_dim: int) -> dict[str, Any]:
-        """Return the compile-time constants. head_dim: what stands for the size of heads where none are rotated."""
+        """Return the compile-time constants. head_dim: placeholder for kernels without RoPE."""
         num_heads, num_kv_heads, head_dim, qk_norm = self.heads or (0, 0, head_dim, False)
         return {
             "N": self.out_features,
@@ -381,16 +384,16 @@ class ProductCase:
 
 
 class RotationArguments:
-    """What kernels that rotate the heads of a product take, and their counters."""
+    """Arguments of kernels with fused RoPE, and their arrival counters."""
 
     def __init__(self, device: torch.device) -> None:
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
+        """int32 counters by their number, zero between launches. Never freed, since captured graphs keep their addresses."""
 
     def __call__(
         self, rotated: tuple[Heads, Rope] | None, unused: T
     ) -> tuple[Tensor | T, Tensor | T, Tensor | T, Tensor | T, Tensor | T, float]:
-        """Return cos, sin, the weights of q's and k's norm, counters, and epsilon. unused: in place of those that are missing."""
+        """Return cos, sin, the weights of q's and k's norm, counters, and epsilon. unused: placeholder for missing tensors."""
         if rotated is None:
             return unused, unused, unused, unused, unused, 0.0
         heads, (cos, sin) = rotated
@@ -401,7 +404,7 @@ class RotationArguments:
 
 
 class TritonProducts(FusedKernel):
-    """A kernel of ours in Triton."""
+    """Base of the linear kernels in Triton."""
 
     @classmethod
     def available(cls) -> Support:
@@ -410,9 +413,9 @@ class TritonProducts(FusedKernel):
 
 
 class Gemv(TritonProducts):
-    """Our GEMV and skinny GEMM over plain weights, up to MAX_ROWS rows in half precision, a launch each.
+    """GEMV and skinny GEMM over dense weights, for up to MAX_ROWS rows in half precision, one launch each.
 
-    The kernel follows from the number of rows and the shape alone, and a row's result does not depend on the other rows.
+    The kernel depends only on the number of rows and the shape. A row's result does not depend on the other rows.
     """
 
     name = GEMV
@@ -431,7 +434,7 @@ class Gemv(TritonProducts):
         return rows <= most
 
     def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
-        """Return whether the kernels apply RoPE to the heads of a product, too."""
+        """Return whether the kernels also apply RoPE to the heads."""
         return heads.head_dim % HEAD_MULTIPLE == 0
 
     def compute(
@@ -445,11 +448,11 @@ class Gemv(TritonProducts):
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
+        """Return the layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-        norm: RMSNorm of x, before. activation: of the product; gated: of its first half, times the second. add_to: what the
-        product is added to, in place. rotated: its q and k heads are normed and rotated. out: where it goes, contiguous, unless
-        it is added to something.
+        norm: RMSNorm of x. activation: applied to the output, or if gated to its first half, which multiplies the second.
+            add_to: tensor to which the output is added, in place. rotated: q and k heads to be normed and rotated. out:
+            contiguous tensor for the output, unless add_to is given.
         """
         rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, case.out_features)
@@ -476,7 +479,9 @@ class Gemv(TritonProducts):
 
 
 def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[FixedLauncher, int]:
-    """The kernel for a case, and its programs. block_m: rows, rounded up to what the matrix units take; 1 needs none of these."""
+    """Return the kernel for a case, and its number of programs. block_m: rows, rounded up to a tensor-core size; 1 uses no tensor
+    cores.
+    """
     block_k = min(max(triton.next_power_of_2(case.in_features), 128), _BLOCK_K)
     chunks = triton.cdiv(case.in_features, block_k)
     constants = {**case.constants(HEAD_MULTIPLE), "BLOCK_K": block_k}
@@ -484,17 +489,17 @@ def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[Fi
         block_n = 4
         launcher = FixedLauncher(one_row, 4, device, {**constants, "BLOCK_N": block_n, "DEPTH": min(4, chunks)})
     else:
-        # Every program reads all of x: where one chunk holds it there is room for larger programs, if they still fill the GPU.
+        # Every program reads all of x. If x is one chunk, larger programs fit, provided that they still fill the GPU.
         block_n = 32 if chunks == 1 and not case.gated and case.out_features >= 4096 else 16
         block_n = math.gcd(block_n, case.heads[2]) if case.heads else block_n
-        room = shared_memory(device) // (2 * block_k) - 2 * block_m  # x lies there twice
+        room = shared_memory(device) // (2 * block_k) - 2 * block_m  # x is stored twice
         constants |= {
             "BLOCK_N": block_n,
             "BLOCK_M": block_m,
             "SLICES": 4,
             "DEPTH": max(1, min(3, chunks, room // (2 * block_n if case.gated else block_n))),
             "DOT": case.dot,
-            "EARLY": block_m == 8,  # measured: of 1, 8 and 16 rows, whole steps with attention are faster so at 8 alone
+            "EARLY": block_m == 8,  # measured at 1, 8 and 16 rows: complete steps with attention are faster with it only at 8
         }
         launcher = FixedLauncher(few_rows, 4, device, constants)
     return launcher, triton.cdiv(case.out_features, block_n)

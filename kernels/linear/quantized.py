@@ -1,4 +1,4 @@
-"""Our GEMM over quantised weights in Triton: its tiles and split-K, and its launch."""
+"""Triton GEMM over quantized weights: its tiling with split-K, and its launch. The kernel is in quantized_kernels.py."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from headway.kernels.step.operations import Heads, Norm, Rope
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedCut:
-    """How one product is cut; see the kernel's constants."""
+class QuantizedTiling:
+    """Tiling of one GEMM; see the kernel's constants."""
 
     block_n: int
     block_m: int
@@ -40,14 +40,15 @@ class QuantizedCut:
     assembly: bool = True
 
 
-CutRule = Callable[[WeightBytes, int, int, bool, int], QuantizedCut]
-"""(weight, rows, out_features, gated, multiprocessors) -> cut"""
+TilingRule = Callable[[WeightBytes, int, int, bool, int], QuantizedTiling]
+"""(weight, rows, out_features, gated, number of SMs) -> tiling"""
 
 
-def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedCut:
-    """Cut a product of so many rows.
+def quantized_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedTiling:
+    """Return the tiling of a GEMM, by the number of rows.
 
-    Up to 16 rows, warps lie side by side along K, and a chunk of a row is long; beyond, side by side along the weight's rows.
+    Up to 16 rows, warps are side by side along K, and chunks of a row are long. Above, they are side by side along the weight's
+    rows.
     """
     block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     few = block_m <= 16
@@ -61,20 +62,22 @@ def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool
     splits = 1
     while programs * splits < _PROGRAMS * multiprocessors and splits < 8 and chunks // (2 * splits) >= 2:
         splits *= 2
-    # What a program has under way: weights, and x in halves of a group or whole.
+    # Bytes in flight per program: weights, and x in halves of a group or whole.
     num_bytes = slices * span * (block_n * (2 if gated else 1) + 2 * block_m * (2 if weight.half else 1))
-    return QuantizedCut(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
+    return QuantizedTiling(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
 
 
 class InOrder:
-    """x, and the weight of the norm before a product, in the order that a weight has its columns in."""
+    """Reorders x, and the weight of the norm before a linear layer, to the order of a weight's columns."""
 
     def __init__(self) -> None:
         self._norms: dict[Operand, tuple[Tensor, Tensor]] = {}
-        """A layer's norm weight as it is, and in order: a layer has one, gathered once."""
+        """Norm weight of each layer and its reordered copy, made once."""
 
     def __call__(self, x: Tensor, norm: Norm | None, weight: Operand) -> tuple[Tensor, Tensor | None]:
-        """Return both as they are where columns have the order of the inputs; else one launch for x."""
+        """Return x and the norm's weight, unchanged if columns are in the order of the inputs; else reordered, with one launch
+        for x.
+        """
         order, plain = weight.order, None if norm is None else norm.weight
         if order is None:
             return x, plain
@@ -87,43 +90,45 @@ class InOrder:
 
 
 MOST_ROWS: Final = 64
-"""Rows up to which variants are measured: beyond, kernels multiply more than they read."""
-CHANGES: Final[Mapping[str, Callable[[QuantizedCut], QuantizedCut]]] = {
-    "n64": lambda cut: replace(cut, block_n=64),
-    "n128": lambda cut: replace(cut, block_n=128),
-    "splits x2": lambda cut: replace(cut, splits=2 * cut.splits),
+"""Maximum rows for which variants are measured. Above, kernels are limited by computation."""
+CHANGES: Final[Mapping[str, Callable[[QuantizedTiling], QuantizedTiling]]] = {
+    "n64": lambda tiling: replace(tiling, block_n=64),
+    "n128": lambda tiling: replace(tiling, block_n=128),
+    "splits x2": lambda tiling: replace(tiling, splits=2 * tiling.splits),
 }
 
 
 class TritonKernel(TritonProducts):
-    """Our GEMM over quantised weights in Triton, for x in half precision, a launch each; its variants are other tiles.
+    """Triton GEMM over quantized weights, for x in half precision, one launch. Its variants use other tiles.
 
-    Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up, and
-    the shape; a row's result does not depend on the other rows.
+    Only weights are quantized: x keeps its type, and sums are float32. The tiling depends on the shape and the number of rows,
+    rounded up. A row's result does not depend on the other rows.
     """
 
     name = KERNEL
     capabilities = LinearCapabilities(QUANTIZED, devices=DEVICES, order=True, fused=frozenset(FUSED))
     variants = tuple(CHANGES)
 
-    def __init__(self, spec: LinearSpec, variant: str = "", cut: CutRule | None = None) -> None:
-        """cut: in place of the variant's."""
+    def __init__(self, spec: LinearSpec, variant: str = "", tiling: TilingRule | None = None) -> None:
+        """Prepare the kernel. cut: a tiling rule that replaces the variant's."""
         super().__init__(spec, variant)
         change = CHANGES.get(variant)
-        changed = quantized_cut if change is None else lambda *product: change(quantized_cut(*product))
-        self._cut = cut or changed
+        changed = quantized_tiling if change is None else lambda *product: change(quantized_tiling(*product))
+        self._tiling = tiling or changed
         device = spec.device
         self._in_order = InOrder()
         self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """Counters of arrivals by their number, zero between launches; never freed: captured graphs keep addresses."""
+        """int32 arrival counters by their number, zero between launches. Never freed, since captured graphs keep their
+        addresses.
+        """
         self._sums = cache(lambda count: torch.empty(count, device=device))
-        """Room for the sums of programs that share one; likewise."""
+        """float32 scratch memory for split-K sums. Never freed, since captured graphs keep their addresses."""
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight has groups of at least 16 columns that fill a row, and x a type with room for its scales."""
+        """Return whether groups have at least 16 columns and fill a row, and x's type can represent the scales."""
         support = cls.capabilities.check(spec)
         if not support:
             return support
@@ -134,18 +139,18 @@ class TritonKernel(TritonProducts):
         return support
 
     def runs(self, rows: int) -> bool:
-        """Return whether a variant is worth a measurement: up to 64 rows."""
+        """Return whether the kernel is used: variants are measured only up to 64 rows."""
         return not self.variant or rows <= MOST_ROWS
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Operand:
-        """Return how the weight's bytes lie, and its tensors."""
+        """Return the weight's byte layout and its tensors."""
         assert isinstance(weight, QuantizedWeight)
         return Operand.of(weight, bias, (weight_bytes(weight), tensors_of(weight)))
 
     def rotates(self, rows: int, weight: Operand, heads: Heads) -> bool:
-        """Return whether the kernel applies RoPE to the heads of a product, too."""
-        cut = self._cut(weight.weight[0], rows, weight.out_features, False, self.multiprocessors)
-        return rows <= cut.block_m and heads.head_dim % cut.block_n == 0
+        """Return whether the kernel also applies RoPE to the heads."""
+        tiling = self._tiling(weight.weight[0], rows, weight.out_features, False, self.multiprocessors)
+        return rows <= tiling.block_m and heads.head_dim % tiling.block_n == 0
 
     def compute(
         self,
@@ -158,16 +163,16 @@ class TritonKernel(TritonProducts):
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `Gemv.compute`, whose arguments these are."""
+        """Compute the layer. The arguments are those of `Gemv.compute`."""
         rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
         (described, tensors), out_features = weight.weight, case.out_features
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
-        cut = self._cut(described, rows, out_features, gated, self.multiprocessors)
-        launch = self._launcher(case, described, cut)
-        grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
+        tiling = self._tiling(described, rows, out_features, gated, self.multiprocessors)
+        launch = self._launcher(case, described, tiling)
+        grid = triton.cdiv(out_features, tiling.block_n), tiling.splits, triton.cdiv(rows, tiling.block_m)
         x, norm_weight = self._in_order(x, norm, weight)
         codes, scales, zeros = tensors
-        sums, splits = self._workspace(grid, cut, gated)
+        sums, splits = self._workspace(grid, tiling, gated)
         cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
         launch(
             grid,
@@ -191,17 +196,17 @@ class TritonKernel(TritonProducts):
         )
         return y
 
-    def _workspace(self, grid: tuple[int, int, int], cut: QuantizedCut, gated: bool) -> tuple[Tensor, Tensor]:
-        """Room for the sums of programs that share one, and counters of their arrivals."""
-        tiles = grid[0] * grid[2] if cut.splits > 1 else 0
-        count = tiles * cut.splits * (cut.block_n * (2 if gated else 1) + 1) * cut.block_m
+    def _workspace(self, grid: tuple[int, int, int], tiling: QuantizedTiling, gated: bool) -> tuple[Tensor, Tensor]:
+        """Return scratch memory for split-K sums, and arrival counters."""
+        tiles = grid[0] * grid[2] if tiling.splits > 1 else 0
+        count = tiles * tiling.splits * (tiling.block_n * (2 if gated else 1) + 1) * tiling.block_m
         return self._sums(count), self._arrivals(tiles)
 
 
-def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, cut: QuantizedCut) -> FixedLauncher:
-    """The kernel for all that it is compiled for."""
+def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, tiling: QuantizedTiling) -> FixedLauncher:
+    """Return the launcher for all compile-time constants."""
     constants: dict[str, Any] = {
-        **case.constants(cut.block_n),
+        **case.constants(tiling.block_n),
         "ROW": weight.row,
         "WEIGHT": weight.kind,
         "HALF": weight.half,
@@ -209,23 +214,23 @@ def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, cut:
         "SCALE_SPAN": weight.scale_span,
         "SCALE_ROWS": weight.scale_rows,
         "ZEROS": weight.zeros,
-        "BLOCK_N": cut.block_n,
-        "BLOCK_M": cut.block_m,
-        "SPAN": cut.span,
-        "SLICES": cut.slices,
-        "STAGES": cut.stages,
-        "PREFETCH": 0 if INTERPRETED else cut.prefetch,
-        "SPLITS": cut.splits,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_M": tiling.block_m,
+        "SPAN": tiling.span,
+        "SLICES": tiling.slices,
+        "STAGES": tiling.stages,
+        "PREFETCH": 0 if INTERPRETED else tiling.prefetch,
+        "SPLITS": tiling.splits,
         "DOT": case.dot,
-        "ASSEMBLY": cut.assembly and not INTERPRETED,
-        "EARLY": cut.early,
+        "ASSEMBLY": tiling.assembly and not INTERPRETED,
+        "EARLY": tiling.early,
     }
-    return FixedLauncher(quantized_product, cut.num_warps, device, constants)
+    return FixedLauncher(quantized_product, tiling.num_warps, device, constants)
 
 
 _PROGRAMS = 2
-"""Programs a multiprocessor up to which a sum is shared by more of them."""
+"""Programs per SM up to which split-K is increased."""
 _FEW_SPAN, _FEW_CHUNK = 64, 256
-"""Bytes of a slice, and of a row in a chunk, of up to 16 rows."""
+"""Bytes of a slice, and of a row per chunk, for up to 16 rows."""
 _SHARED = 48 * 1024
-"""Bytes that a program has under way, about: four programs fit into a multiprocessor's shared memory."""
+"""Approximate bytes in flight per program: four programs fit an SM's shared memory."""

@@ -1,23 +1,21 @@
-"""Products over quantised weights: the time at few rows is that of reading the weight's bytes.
+"""Triton kernels for GEMMs over quantized weights with fused dequantize: with few rows, the time is that of reading the weight.
 
-A program multiplies BLOCK_N rows of the weight, or a part of each (SPLITS): it needs many rows, lest x be read more often than
-the weight, so several may share a sum over K, and the last to arrive adds the parts, in one order. The bytes of the next chunks
-are copied to shared memory meanwhile, and unpacked on their way from there to the matrix units, which multiply W x^T: the weight
-is the operand that lies in registers. Before x is there (PDL, see step_kernels.py) the program reads its first scales and asks
-the L2 cache for its first chunks.
-
-A chunk is cut along K into SLICES, side by side on the warps. Each lies under one scale of a row, so that codes are multiplied as
-they are, exact in half precision, and scales multiply float32 sums; groups of 32 columns alone scale their codes. Two codes of 4
-bits in a byte are half a group apart: one load gives two tiles, against two pieces of x.
+A program multiplies BLOCK_N rows of the weight, or with split-K (SPLITS) a part of each row. BLOCK_N must be large, or x would be
+read more often than the weight. With split-K, the last program to arrive adds the parts, in a fixed order. The next chunks are
+copied to shared memory during the computation, and unpacked on the way to the tensor cores, which compute W x^T: the weight is
+the operand in registers. Before x is there (PDL, see step_kernels.py), the program reads its first scales and prefetches its
+first chunks to L2. A chunk is divided along K into SLICES, side by side on the warps. A slice of a row has one scale, so values
+are multiplied unscaled, exact in half precision, and scales multiply float32 sums. Only with groups of 32 columns, values are
+scaled first. Two 4-bit values in a byte are half a group apart: one load gives two tiles, for two parts of x.
 """
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.kernels.linear.product_kernels import head_norms, turn_whole_head
+from headway.kernels.linear.product_kernels import head_norms, rotate_whole_head
 from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
 from headway.kernels.step.step_kernels import activate
 
@@ -26,15 +24,15 @@ from headway.kernels.step.step_kernels import activate
 def quantized_product(
     x_ptr,  # [rows, K]
     weight_ptr,  # bytes [N, ROW]; GATED: [2 N, ROW], gate over up
-    scales_ptr,  # [rows of scales, SCALES], float; exponents, uint8 (mxfp4)
-    zeros_ptr,  # uint8, likewise (ZEROS)
-    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4)
+    zeros_ptr,  # uint8 [rows of scales, SCALES] (ZEROS)
+    norm_ptr,  # [K], weight of the RMSNorm of x (NORM)
     bias_ptr,  # [N] or [2 N] (BIAS)
     y_ptr,  # [rows, N], written; added to (ADD)
     partial_ptr,  # float32 [tiles, SPLITS, BLOCK_N BLOCK_M, twice that if GATED, and BLOCK_M] (SPLITS > 1)
     splits_ptr,  # int32 [tiles], zero between launches (SPLITS > 1)
     eps,
-    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, as the next ones)
+    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, like the following four)
     sin_ptr,
     q_norm_ptr,  # [HEAD_DIM] (QK_NORM)
     k_norm_ptr,
@@ -43,36 +41,36 @@ def quantized_product(
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
-    ROW: tl.constexpr,  # bytes of a row, a multiple of SPAN
+    ROW: tl.constexpr,  # bytes per row, a multiple of SPAN
     WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
-    HALF: tl.constexpr,  # bytes of a group of two codes a byte, a multiple of SPAN; 0: a byte is a code
-    SCALES: tl.constexpr,  # scales of a row
+    HALF: tl.constexpr,  # bytes of a group with two values per byte, a multiple of SPAN; 0 means one value per byte
+    SCALES: tl.constexpr,  # scales per row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale, a multiple of SPAN
     SCALE_ROWS: tl.constexpr,  # rows that share scales
     ZEROS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SPAN: tl.constexpr,  # bytes of a slice
-    SLICES: tl.constexpr,  # slices of a chunk
-    STAGES: tl.constexpr,  # chunks under way, and one
-    PREFETCH: tl.constexpr,  # chunks that the L2 cache is asked for before x is there (PDL)
-    SPLITS: tl.constexpr,  # programs that share a sum over K
+    SPAN: tl.constexpr,  # bytes per slice
+    SLICES: tl.constexpr,  # slices per chunk
+    STAGES: tl.constexpr,  # chunks in flight, plus one
+    PREFETCH: tl.constexpr,  # chunks to prefetch to L2 before x is there (PDL)
+    SPLITS: tl.constexpr,  # programs that split a sum over K (split-K)
     NORM: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
+    ACTIVATION: tl.constexpr,  # activation of the gate, or of everything; empty means none
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
+    HEADS: tl.constexpr,  # q heads to rotate, in the first rows of the weight, followed by those of k; 0 means no RoPE
     KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N (HEADS > 0, where BLOCK_M holds all rows)
+    HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N (if HEADS > 0, which needs all rows in BLOCK_M)
     BLOCK_HALF: tl.constexpr,
     QK_NORM: tl.constexpr,
-    DOT: tl.constexpr,  # what the matrix units multiply
-    ASSEMBLY: tl.constexpr,  # codes are unpacked by instructions of NVIDIA's
-    EARLY: tl.constexpr,  # the next kernel may start at once, not when x is there
+    DOT: tl.constexpr,  # type of the operands of tl.dot
+    ASSEMBLY: tl.constexpr,  # unpack with NVIDIA instructions (inline PTX)
+    EARLY: tl.constexpr,  # the next kernel may start at once, not only when x is there
     PDL: tl.constexpr,
 ):
-    """y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32.
+    """y = W norm(x) + bias (GEMM), optionally activated, gated, or added to y. Sums in float32.
 
     Grid (cdiv(N, BLOCK_N), SPLITS, cdiv(rows, BLOCK_M)).
     """
@@ -151,14 +149,14 @@ def quantized_product(
             tl.store(own + SUMS + at, up_sum)
         if NORM:
             tl.store(own + (WIDTH - BLOCK_M) + m, square_sum)
-        tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+        tl.debug_barrier()  # the atomic below releases the stores of all threads of this program
         arrived = tl.atomic_add(splits_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             gate_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             up_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             square_sum = tl.zeros((BLOCK_M,), tl.float32)
             for other in tl.static_range(SPLITS):
-                # .cg: not from this multiprocessor's own cache, which need not have what the others stored
+                # .cg bypasses this SM's L1 cache, which may lack what other programs stored
                 gate_sum += tl.load(parts + other * WIDTH + at, cache_modifier=".cg")
                 if GATED:
                     up_sum += tl.load(parts + (other * WIDTH + SUMS) + at, cache_modifier=".cg")
@@ -173,7 +171,7 @@ def quantized_product(
 @triton.jit
 def _codes(weight_ptr, u, end, n, i, above, N: tl.constexpr, ROW: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
            SLICES: tl.constexpr):  # fmt: skip
-    """Bytes of the slices u before `end`, of rows n + above: [SLICES, BLOCK_N, SPAN], or [BLOCK_N, SPAN] of one."""
+    """Load the slices u before `end` of rows n + above: bytes [SLICES, BLOCK_N, SPAN], or [BLOCK_N, SPAN] if SLICES is 1."""
     row = (n + above).to(tl.int64) * ROW
     if SLICES > 1:
         at = row[None, :, None] + (u[:, None] * SPAN + i[None, :])[:, None, :]
@@ -189,8 +187,9 @@ def _codes(weight_ptr, u, end, n, i, above, N: tl.constexpr, ROW: tl.constexpr, 
 @triton.jit
 def _scales(scales_ptr, zeros_ptr, u, end, n, above, N: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
             SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Scales and zeros of those slices [SLICES, BLOCK_N], or of the groups in them [SLICES, BLOCK_N, groups]; of one slice
-    without the first axis."""
+    """Load scales and zeros of the slices: [SLICES, BLOCK_N], or [SLICES, BLOCK_N, groups]; without the first axis if SLICES is
+    1.
+    """
     row = (n + above) // SCALE_ROWS * SCALES
     if SLICES > 1:
         row, inside, u = row[None, :], (u < end)[:, None] & (n < N)[None, :], u[:, None]
@@ -216,7 +215,7 @@ def _scales(scales_ptr, zeros_ptr, u, end, n, above, N: tl.constexpr, SPAN: tl.c
 
 @triton.jit
 def _prefetch(weight_ptr, unit, end, n, ROW: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Ask the L2 cache for the first chunks of rows n, a line of 128 bytes at a time."""
+    """Prefetch the first chunks of rows n to L2, in lines of 128 bytes."""
     LINES: tl.constexpr = triton.next_power_of_2(CHUNKS * SLICES * SPAN // 128 if CHUNKS * SLICES * SPAN > 128 else 1)
     first = tl.min(unit, 0) if SLICES > 1 else unit
     byte = first * SPAN + tl.arange(0, LINES) * 128
@@ -230,8 +229,10 @@ def _prefetch(weight_ptr, unit, end, n, ROW: tl.constexpr, SPAN: tl.constexpr, S
 @triton.jit
 def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
             HALF: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
-    """x^T [SLICES, SPAN, BLOCK_M] that belongs to those bytes, times the norm's weight, and the sums of its squares so far; of
-    one slice [SPAN, BLOCK_M]."""
+    """Load x^T [SLICES, SPAN, BLOCK_M] for the slices, times the norm's weight; return it with the updated sums of squares.
+
+    If SLICES is 1, [SPAN, BLOCK_M].
+    """
     if SLICES > 1:
         column = u[:, None] * SPAN + i[None, :]
     else:
@@ -262,9 +263,9 @@ def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexp
 @triton.jit
 def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF: tl.constexpr, SPAN: tl.constexpr,
               SCALE_SPAN: tl.constexpr, ZEROS: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Sums + scales * codes x^T. Groups shorter than a slice scale their codes, longer ones the sum of their products."""
+    """Return sums + scales * values x^T. Scales of groups shorter than a slice multiply the values, others the products."""
     SHORT: tl.constexpr = SCALE_SPAN < SPAN
-    if WEIGHT == "mxfp4":  # exponents; the least has no place but among the subnormals
+    if WEIGHT == "mxfp4":  # exponents; the smallest one needs a subnormal
         wide = scales.to(tl.int32)
         scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
     else:
@@ -297,7 +298,7 @@ def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF:
 
 @triton.jit
 def _spread(groups, codes):
-    """From a number a group [..., groups] to one for each of the codes [..., SPAN]."""
+    """Expand one number per group [..., groups] to one per value [..., SPAN]."""
     SHAPE: tl.constexpr = groups.shape
     EACH: tl.constexpr = codes.shape[-1] // SHAPE[-1]
     if len(SHAPE) == 3:
@@ -312,7 +313,7 @@ def _finish(gate, up, squares, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low
             rows, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr,
             GATED: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
             KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
-    """From whole sums [BLOCK_N, BLOCK_M] to y."""
+    """Apply norm, bias and activation to complete sums [BLOCK_N, BLOCK_M], and store them to y."""
     inside = (n < N)[:, None] & (r < rows)[None, :]
     y_at = y_ptr + r.to(tl.int64)[None, :] * N + n[:, None]
     factor = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -332,5 +333,5 @@ def _finish(gate, up, squares, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low
         y += tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
     if HEADS > 0:
-        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
+        rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
                         HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip

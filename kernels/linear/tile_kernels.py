@@ -1,11 +1,10 @@
-"""Products of 9 to 128 rows: tiles on the matrix units, with what comes after them in the same launch.
+"""Triton split-K GEMM over dense weights for 9 to 128 rows, on tensor cores, with fused operations after it.
 
-At these sizes a product is a chain of latencies more than a stream of weights. So its programs start while the kernel before it
-still runs (PDL, see step_kernels.py), and where the tiles are too few for the GPU, several programs share the sum over K
-(split-K): each leaves its part, and the last to arrive adds them, in one order.
-
-SWAPPED: up to 16 rows are the columns of a tile whose rows are those of W. The matrix units take 64 of the one and 8 or more of
-the other, and read W out of shared memory as it was copied.
+At these sizes, latencies matter more than bandwidth. So programs start while the previous kernel still runs (PDL, see
+step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K): each stores its part,
+and the last to arrive adds them, in a fixed order.
+SWAPPED: up to 16 rows of x are the columns of a tile, and rows of W its rows. The tensor cores take 64 rows of W and 8 or more of
+x, and read W from shared memory as it was copied.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import Activation
 from headway.kernels.step.step_kernels import activate
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -48,13 +47,13 @@ def tiled_product(
     STAGES: tl.constexpr,
     SWAPPED: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
+    ACTIVATION: tl.constexpr,  # activation of the gate, or of everything; empty means none
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    DOT: tl.constexpr,  # what the matrix units multiply
+    DOT: tl.constexpr,  # type of the operands of tl.dot
     PDL: tl.constexpr,
 ):
-    """y = W x + bias, then activated, activation(gate) * up, or added to y. Sums in float32.
+    """y = W x + bias (GEMM), optionally activated, gated, or added to y. Sums in float32.
 
     Grid (N / BLOCK_N, SPLITS, cdiv(rows, BLOCK_M)).
     """
@@ -99,13 +98,13 @@ def tiled_product(
         tl.store(own, gate, mask=live)
         if GATED:
             tl.store(own + SIZE, up, mask=live)
-        tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+        tl.debug_barrier()  # the atomic below releases the stores of all threads of this program
         arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             gate = tl.zeros((HEIGHT, WIDTH), tl.float32)
             up = tl.zeros((HEIGHT, WIDTH), tl.float32)
             for other in tl.static_range(SPLITS):
-                # .cg: not from this multiprocessor's own cache, which need not have what the others stored
+                # .cg bypasses this SM's L1 cache, which may lack what other programs stored
                 part = parts + other * PARTS
                 gate += tl.load(part, mask=live, other=0.0, cache_modifier=".cg")
                 if GATED:
@@ -116,7 +115,7 @@ def tiled_product(
 
 @triton.jit
 def _multiplied(x, weight, sums, SWAPPED: tl.constexpr):
-    """Sums of x weight^T, or of the transpose, and of what is there."""
+    """Return sums + x weight^T, or its transpose."""
     if SWAPPED:
         sums = tl.dot(weight, tl.trans(x), sums)
     else:
@@ -127,7 +126,7 @@ def _multiplied(x, weight, sums, SWAPPED: tl.constexpr):
 @triton.jit
 def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
             ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """From whole sums to y. n: of their columns, or of their rows."""
+    """Apply bias and activation to complete sums, and store them to y. n: output features, as columns or (SWAPPED) rows."""
     if BIAS:
         gate += tl.load(bias_ptr + n).to(tl.float32)
     if GATED:
@@ -142,14 +141,17 @@ def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.conste
 
 
 MAX_ROWS = 128
-"""Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
+"""Maximum rows of this kernel. This and the constants below were measured on an H200 against cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**23
-"""Elements of the weight up to which ours serve; cuBLAS reads a larger one as fast."""
+"""Maximum elements of the weight. cuBLAS reads larger ones as fast."""
 MOST_SWAPPED = 16
-"""Rows up to which the rows of a tile are those of the weight, of up to twice MAX_WEIGHT elements: with 16 rows `few_rows` takes
-22 to 25 us for 5120 x 2880 and 2880 x 4096, cuBLAS 16, and their bytes take 9.7 and 7.7 (H100)."""
+"""Maximum rows for SWAPPED tiles, for weights of up to twice MAX_WEIGHT elements.
+
+With 16 rows on an H100, for 5120 x 2880 and 2880 x 4096, `few_rows` takes 22 to 25 us and cuBLAS 16 us. Reading the bytes takes
+9.7 and 7.7 us.
+"""
 BUSY = 0.7
-"""Programs a multiprocessor that keep the GPU busy: tiles become smaller, and sums are split, until there are so many."""
+"""Programs per SM that keep the GPU busy. Tiles become smaller, and sums are split, until there are this many."""
 _BLOCK_M, _BLOCK_N = 64, 64
 """Sides of the largest tiles."""
 _WARPS = 4
@@ -157,31 +159,33 @@ _WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class ProductTiling:
-    """How one product is cut."""
+    """Tiling of one GEMM."""
 
     block_n: int
     splits: int
-    """Programs that share a sum over K."""
+    """Programs that split a sum over K (split-K)."""
     block_k: int
     stages: int
     block_m: int = _BLOCK_M
     swapped: bool = False
-    """Whether the rows of a tile are those of the weight."""
+    """True if the rows of a tile are rows of the weight."""
 
 
-@cache  # a launch asks for it, and before it whoever chooses what serves the product
-def swapped_tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
-    """The cut of a product of up to MOST_SWAPPED rows; None where the kernel does not serve it."""
+@cache  # each launch asks for it, and before that the choice between kernels
+def swapped_tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
+    """Return the tiling for up to MOST_SWAPPED rows, or None if the kernel does not support the shape."""
     if rows > MOST_SWAPPED or out_features % _BLOCK_N:
         return None
-    cuts = [splits for splits in (1, 2, 3, 4) if in_features % (splits * 64) == 0]
-    enough = [splits for splits in cuts if out_features // _BLOCK_N * splits >= BUSY * multiprocessors] or cuts[-1:]
+    tilings = [splits for splits in (1, 2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in tilings if out_features // _BLOCK_N * splits >= BUSY * multiprocessors] or tilings[-1:]
     return ProductTiling(_BLOCK_N, enough[0], 64, 6, MOST_SWAPPED, swapped=True) if enough else None
 
 
 @cache
-def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
-    """The cut of a product [rows, in_features] x [in_features, out_features]; None where the kernel does not serve it."""
+def tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
+    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if the kernel does not support
+    it.
+    """
     tiles_m = -(-rows // _BLOCK_M)
     wanted = BUSY * multiprocessors
     block_n = 64 if out_features % 64 == 0 and out_features // 64 * tiles_m >= wanted else 32
@@ -190,15 +194,16 @@ def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int)
     programs = out_features // block_n * tiles_m
     if programs >= wanted:
         return ProductTiling(block_n, 1, 128, 5 if tiles_m == 1 else 3) if in_features % 128 == 0 else None
-    cuts = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
-    enough = [splits for splits in cuts if programs * splits >= wanted] or cuts[-1:]
+    tilings = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in tilings if programs * splits >= wanted] or tilings[-1:]
     return ProductTiling(block_n, enough[0], 64, 5) if enough else None
 
 
 class Tiles(TritonProducts):
-    """Our tiled split-K GEMM over plain weights, up to MAX_ROWS rows in half precision, a launch each.
+    """Split-K GEMM over dense weights in tiles, for up to MAX_ROWS rows in half precision, one launch.
 
-    The cut follows from the shape and from whether rows are more than 16 or 64; a row's result does not depend on the others.
+    The tiling depends on the shape and on whether there are more than 16 or 64 rows. A row's result does not depend on the other
+    rows.
     """
 
     name = TILES
@@ -211,19 +216,21 @@ class Tiles(TritonProducts):
         self._launcher = cache(partial(_launcher, device))
         self._sums = cache(lambda count: torch.empty(count * _BLOCK_M * _BLOCK_N, device=device))
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """Counters, zero between launches. Neither is freed, since captured graphs keep their addresses."""
+        """int32 arrival counters, zero between launches. Like the sums, never freed, since captured graphs keep their
+        addresses.
+        """
 
     def runs(self, rows: int) -> bool:
-        """Return whether there are tiles for the weight and this number of rows."""
+        """Return whether there is a tiling for the weight and this number of rows."""
         out, columns = self.spec.out_features, self.spec.in_features
-        return rows <= MAX_ROWS and self._tiling(rows, out // (2 if self.spec.gated else 1), out, columns) is not None
+        return rows <= MAX_ROWS and self._tiling_of(rows, out // (2 if self.spec.gated else 1), out, columns) is not None
 
-    def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
+    def _tiling_of(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
         size = weight_rows * in_features
         if size <= MAX_WEIGHT:
-            return tiling(rows, out_features, in_features, self.multiprocessors)
+            return tiling_for(rows, out_features, in_features, self.multiprocessors)
         if size <= 2 * MAX_WEIGHT:
-            return swapped_tiling(rows, out_features, in_features, self.multiprocessors)
+            return swapped_tiling_for(rows, out_features, in_features, self.multiprocessors)
         return None
 
     def compute(
@@ -235,19 +242,19 @@ class Tiles(TritonProducts):
         add_to: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
+        """Return the layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-        activation: of the product; gated: of its first half, times the second. add_to: what the product is added to, in place.
-        out: where it goes, contiguous, unless it is added to something.
+        activation: applied to the output, or if gated to its first half, which multiplies the second. add_to: tensor to which
+            the output is added, in place. out: contiguous tensor for the output, unless add_to is given.
         """
         rows, in_features = x.shape
         case = ProductCase.of(x, weight, None, gated, activation, add_to, None)
         out_features = case.out_features
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
-        cut = self._tiling(rows, out_features, weight.out_features, in_features)
-        assert cut is not None
-        launch = self._launcher(case, cut)
-        grid = out_features // cut.block_n, cut.splits, -(-rows // cut.block_m)
+        tiling = self._tiling_of(rows, out_features, weight.out_features, in_features)
+        assert tiling is not None
+        launch = self._launcher(case, tiling)
+        grid = out_features // tiling.block_n, tiling.splits, -(-rows // tiling.block_m)
         sums, arrivals = self._workspace(grid, 2 if gated else 1)
         launch(
             grid,
@@ -262,23 +269,23 @@ class Tiles(TritonProducts):
         return y
 
     def _workspace(self, grid: tuple[int, int, int], parts: int) -> tuple[Tensor, Tensor]:
-        """Room for the sums of the programs of a grid, and counters for its tiles; little, as only few tiles are split."""
+        """Return scratch memory for split-K sums, and arrival counters. Both are small, since only few tiles are split."""
         tiles, splits, tiles_m = grid
         count = tiles * tiles_m * splits * parts if splits > 1 else 0
         return self._sums(count), self._arrivals(count)
 
 
-def _launcher(device: torch.device, case: ProductCase, cut: ProductTiling) -> FixedLauncher:
-    """The kernel for a case."""
+def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) -> FixedLauncher:
+    """Return the launcher for a case."""
     constants = {
         "N": case.out_features,
         "K": case.in_features,
-        "BLOCK_M": cut.block_m,
-        "BLOCK_N": cut.block_n,
-        "BLOCK_K": cut.block_k,
-        "SPLITS": cut.splits,
-        "STAGES": cut.stages,
-        "SWAPPED": cut.swapped,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "SPLITS": tiling.splits,
+        "STAGES": tiling.stages,
+        "SWAPPED": tiling.swapped,
         "GATED": case.gated,
         "ACTIVATION": case.activation or "",
         "ADD": case.add,

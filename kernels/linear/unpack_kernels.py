@@ -1,13 +1,15 @@
-"""Triton kernels between codes and numbers: codes of 8 and 4 bits unpacked, weights dequantised, rows rounded to FP8."""
+"""Triton kernels between quantized values and numbers: unpacking of 8 and 4 bits, dequantize of weights, quantize of rows to
+FP8.
+"""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
-# Sign, exponent and mantissa go where the wider type has them; a multiplication corrects the exponent, of subnormals too.
+# Move sign, exponent and mantissa to their bits in the wider type. A multiplication corrects the exponent, for subnormals too.
 FLOAT8_TO_BF16 = tl.constexpr("""{
     .reg .b32 a, b, c, z;
     prmt.b32 a, $2, 0, 0x1404;
@@ -86,7 +88,7 @@ FLOAT4_TO_FP16 = tl.constexpr("""{
     lop3.b32 c, b, 0x80008000, c, 0xea;
     mul.f16x2 $3, c, f;
 }""")
-# A code is the last bits of 128 in bfloat16 and of 1,024 in float16.
+# A 4-bit value becomes the last bits of 128 in bfloat16, and of 1,024 in float16.
 INT4_TO_BF16 = tl.constexpr("""{
     .reg .b32 l, h, m;
     mov.b32 m, 0x43434343;
@@ -103,7 +105,7 @@ INT4_TO_FP16 = tl.constexpr(INT4_TO_BF16.value.replace("0x43434343", "0x64646464
 
 @triton.jit
 def unpack_bytes(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """What codes of 8 bits stand for, exactly: float8 e4m3 without NaN ("fp8", raw bytes), or whole numbers ("int8")."""
+    """Convert 8-bit values exactly: float8 e4m3 without NaN ("fp8", raw bytes), or integers ("int8")."""
     if WEIGHT == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(DOT)
     elif not ASSEMBLY:
@@ -118,8 +120,10 @@ def unpack_bytes(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.co
 
 @triton.jit
 def unpack_pairs(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """What the lower and the upper four bits of bytes stand for, exactly: floats e2m1 ("mxfp4"), or whole numbers ("int4"),
-    those in assembly plus 128 in bfloat16 and plus 1,024 in float16."""
+    """Convert the low and high four bits of bytes exactly: float4 e2m1 ("mxfp4"), or integers ("int4").
+
+    With ASSEMBLY, integers are returned plus 128 in bfloat16, and plus 1,024 in float16.
+    """
     if ASSEMBLY:
         if DOT == tl.float16:  # noqa: SIM300
             BODY16: tl.constexpr = INT4_TO_FP16 if WEIGHT == "int4" else FLOAT4_TO_FP16
@@ -141,14 +145,14 @@ def unpack_pairs(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.co
     return low, high
 
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 @triton.jit
 def dequantize_rows(
     weight_ptr,  # bytes [N, ROW]
-    scales_ptr,  # [rows of scales, SCALES], float; exponents, uint8 (mxfp4)
-    zeros_ptr,  # uint8, likewise (ZEROS)
+    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4)
+    zeros_ptr,  # uint8 [rows of scales, SCALES] (ZEROS)
     y_ptr,  # [N, K], written
     ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -164,7 +168,7 @@ def dequantize_rows(
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = the weight, rounded once. Grid (cdiv(N, BLOCK_N), ROW / SPAN)."""
+    """y = the dequantized weight, rounded once. Grid (cdiv(N, BLOCK_N), ROW / SPAN)."""
     DOT: tl.constexpr = y_ptr.dtype.element_ty
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     byte = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
@@ -200,18 +204,18 @@ def dequantize_rows(
 @triton.jit
 def quantize_rows(
     x_ptr,  # [rows, K]
-    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    norm_ptr,  # [K], weight of the RMSNorm of x (NORM)
     y_ptr,  # float8_e4m3fn [rows, K], written
-    scales_ptr,  # float32 [groups of a row, STRIDE], written
+    scales_ptr,  # float32 [groups per row, STRIDE], written
     eps,
-    stride,  # between scales of neighbouring groups
+    stride,  # elements between scales of adjacent groups
     K: tl.constexpr,
-    BLOCK: tl.constexpr,  # a multiple of GROUP, and K of GROUP
-    GROUP: tl.constexpr,  # columns under one scale: K, or 128
+    BLOCK: tl.constexpr,  # a multiple of GROUP, which divides K
+    GROUP: tl.constexpr,  # columns per scale: K, or 128
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = norm(x) / scale, each scale the largest magnitude of its group over 448. Grid (rows): a program a row."""
+    """y = norm(x) / scale in FP8. A scale is the largest magnitude of its group over 448. Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < K

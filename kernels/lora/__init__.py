@@ -1,1 +1,1 @@
-"""Adapters of low rank: their folders, their slots beside a decoder's products, and what adds them to these."""
+"""LoRA adapters: their folders, their slots on the device, and the kernels that add them to linear layers."""

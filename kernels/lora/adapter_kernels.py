@@ -1,18 +1,16 @@
-"""What adapters add to a product on a GPU: x A^T of rows of all adapters at once (shrink), and these sums times B^T (expand).
+"""Triton kernels for LoRA (multi-adapter): x A^T for the rows of all adapters at once (shrink), and the result times B^T
+(expand).
 
-The rows of a step belong to adapters in any order. A program of `shrink_rows` serves one slot: the tensor cores multiply a tile
-of rows by the slot's A, and only the rows of that slot are loaded and kept, which costs nothing where the memory's rate decides
-(the scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with tensor cores in place of a vector product for each row).
-
-A program that expands serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in
-those of the others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
-
-PDL: see kernels/step/step_kernels.py. Slots and weights are no kernel's results, and are asked for before the wait. So does
-`expand_rows` for the product where `shrink_rows` came between the two and has waited for it; where `norm_and_shrink` came before
-the product (NORMED), it is the product that must be waited for.
-
-Where the A of all slots lies behind the product's weight (BEHIND), x A^T comes of the product itself, and nothing is launched to
-shrink: of the columns behind the product's own a row has those of its slot.
+The rows of a step may use adapters in any order. A program of `shrink_rows` handles one slot: tensor cores multiply a tile of
+rows by the slot's A, and only that slot's rows are loaded and stored. This costs nothing if memory bandwidth is the limit (the
+scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with tensor cores instead of a GEMV per row).
+A program that expands handles several slots in one GEMM: a row's sums are in the columns of its own slot, and zeros in those of
+the others. Zeros do not change a sum's bits, so a row's result depends neither on the other rows nor on its slot's number.
+PDL: see kernels/step/step_kernels.py. No kernel writes slots and weights, so they are loaded before the wait. `expand_rows` also
+loads the linear layer's output before the wait if `shrink_rows` ran in between, which has waited for it. If `norm_and_shrink` ran
+before the linear layer (NORMED), it must wait for that output.
+If the A of all slots follows the linear layer's weight (BEHIND), the layer's GEMM computes x A^T too, and nothing is launched to
+shrink: a row uses the columns of its slot after the layer's own columns.
 """
 
 from __future__ import annotations
@@ -48,8 +46,11 @@ def shrunk(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write a split's sums over the rows m that are `mine`, those of one slot; of rows that are not normed yet (NORM) x times the
-    norm's weight is summed, and the squares beside it, by which `low_sums` divides."""
+    """Store one split's sums for the rows m of one slot, which are those in `mine`.
+
+    NORM: rows are not normed yet. The sums are of x times the norm's weight, and the sums of squares are stored too, by which
+    `low_sums` divides.
+    """
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = split * SPLIT_K + tl.arange(0, BLOCK_K)
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
@@ -77,13 +78,13 @@ def shrunk(
 def shrink_rows(
     x_ptr,  # [rows, K]
     a_ptr,  # [slots, N, K]
-    slots_ptr,  # int32 [rows]; -1: no adapter
+    slots_ptr,  # int32 [rows]; -1 means no adapter
     sums_ptr,  # float32 [SPLITS, rows, N], written for rows with an adapter
     rows,
     SLOT_STRIDE: tl.constexpr,  # elements between the A of two slots
     N: tl.constexpr,  # modules * rank
     K: tl.constexpr,
-    SPLIT_K: tl.constexpr,  # columns that a program sums over, a multiple of BLOCK_K
+    SPLIT_K: tl.constexpr,  # columns per program (split-K), a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -91,12 +92,12 @@ def shrink_rows(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles of rows, slots, splits of K times tiles of N)."""
+    """Compute x A^T for rows with an adapter. Grid (tiles of rows, slots, splits of K times tiles of N)."""
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.program_id(1)
     mine = tl.load(slots_ptr + m, mask=m < rows, other=-1) == slot
-    if PDL:  # before anything ends: what the next kernel waits for is this one and all before it
+    if PDL:  # not later: the next kernel waits for this one and all earlier ones
         gdc_wait()
         gdc_launch_dependents()
     if tl.max(mine.to(tl.int32), 0) > 0:
@@ -112,10 +113,10 @@ def norm_and_shrink(
     x_ptr,  # [rows, K]
     norm_ptr,  # [K]
     a_ptr,  # [slots, N, K]
-    slots_ptr,  # int32 [rows]; -1: no adapter
+    slots_ptr,  # int32 [rows]; -1 means no adapter
     y_ptr,  # [rows, K], written: RMSNorm of x
-    sums_ptr,  # float32 [SPLITS, rows, N], written for rows with an adapter, not yet divided
-    squares_ptr,  # float32 [SPLITS, rows], written likewise: sums of squares of x
+    sums_ptr,  # float32 [SPLITS, rows, N], written for rows with an adapter, not divided by the norm yet
+    squares_ptr,  # float32 [SPLITS, rows], sums of squares of x, written for rows with an adapter
     eps,
     rows,
     SLOT_STRIDE: tl.constexpr,
@@ -131,9 +132,9 @@ def norm_and_shrink(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The norm before a product, and beside it `shrink_rows` of what is normed: two kernels' programs in one launch.
+    """Norm rows before a linear layer, and compute `shrink_rows` of the normed rows, by separate programs of one launch.
 
-    Grid (rows + tiles of rows * slots * splits of K * tiles of N): the first programs norm a row each.
+    Grid (rows + tiles of rows * slots * splits of K * tiles of N): the first programs norm one row each.
     """
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     SPLITS: tl.constexpr = (K + SPLIT_K - 1) // SPLIT_K
@@ -163,7 +164,7 @@ def norm_and_shrink(
 
 @triton.jit
 def either(a, b):
-    """The bits of both."""
+    """Return the bitwise or."""
     return a | b
 
 
@@ -180,10 +181,11 @@ def wide_b(
     TOGETHER: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """[TOGETHER * RANKS, BLOCK_N]: columns n < LAST and ranks from r on of the B of slots from `first` on that a row has."""
+    """Load B [TOGETHER * RANKS, BLOCK_N] of the slots from `first` on that a row uses: columns n < LAST, ranks from r on."""
     column = tl.arange(0, TOGETHER * RANKS)
     slot = first + column // RANKS
-    # A bit for each slot that some row has: the compiler sees that all ranks of a slot are alike, and loads many at once.
+    # One bit for each slot that a row uses. This shows the compiler that all ranks of a slot have the same mask, so that it
+    # vectorises loads.
     near = (slots >= first) & (slots < first + TOGETHER)
     bits = tl.reduce(tl.where(near, 1 << ((slots - first) & 31), 0), 0, either)
     used = (bits >> column // RANKS & 1) > 0
@@ -207,10 +209,10 @@ def low_sums(
     NORMED: tl.constexpr,
     BEHIND: tl.constexpr,
 ):
-    """[BLOCK_M, RANKS]: the sums of rows m with an adapter from column `first` on, zeros in the other rows.
+    """Load [BLOCK_M, RANKS]: sums from column `first` on for rows m with an adapter, and zeros for the other rows.
 
-    NORMED: they are of rows of so many elements, times the factor of the rows' RMSNorm; 0: they are what they are.
-    BEHIND: they are columns of a product, of all slots, behind so many of its own; 0: float32 [SPLITS, rows, WIDTH].
+    NORMED: row length if the rows' RMSNorm factor is still to be applied; 0 means that the sums are final. BEHIND: number of the
+    linear layer's own columns, if the sums of all slots follow them; 0 means that the sums are float32 [SPLITS, rows, WIDTH].
     """
     live = (slots >= 0)[:, None]
     column = first + tl.arange(0, RANKS)[None, :]
@@ -231,7 +233,7 @@ def low_sums(
 
 @triton.jit
 def in_own_columns(low, slots, first, TOGETHER: tl.constexpr, RANKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """[BLOCK_M, TOGETHER * RANKS]: the sums of each row in the columns of its slot, zeros in those of the others."""
+    """Return [BLOCK_M, TOGETHER * RANKS]: each row's sums in the columns of its slot, and zeros in the other columns."""
     own = slots[:, None] == (first + tl.arange(0, TOGETHER))[None, :]
     return tl.reshape(tl.where(own[:, :, None], low[:, None, :], 0.0), [BLOCK_M, TOGETHER * RANKS])
 
@@ -263,9 +265,9 @@ def expanded(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, all of them of one module.
+    """Return float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, which belong to one module.
 
-    b: of `wide_b` from slot and rank 0 on, which often is all.
+    b: result of `wide_b` from slot 0 and rank 0 on, which often covers everything.
     """
     added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for r in tl.static_range(0, RANK, RANKS):
@@ -290,8 +292,8 @@ def expand_rows(
     sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
     squares_ptr,  # float32 [SPLITS, rows] (NORMED)
     b_ptr,  # [slots, N, RANK]
-    slots_ptr,  # int32 [rows]; -1: no adapter
-    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: whose columns those of each program are
+    slots_ptr,  # int32 [rows]; -1 means no adapter
+    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: module of each program's columns
     y_ptr,  # [rows, N], added to in rows with an adapter
     eps,
     rows,
@@ -301,16 +303,16 @@ def expand_rows(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    TOGETHER: tl.constexpr,  # slots of one product
-    RANKS: tl.constexpr,  # columns of a slot in one product: RANK, or a part of it
-    NORMED: tl.constexpr,  # elements of the rows whose norm `norm_and_shrink` has left to be divided by; 0: of no rows
+    TOGETHER: tl.constexpr,  # slots per GEMM
+    RANKS: tl.constexpr,  # columns of a slot per GEMM: RANK, or a part of it
+    NORMED: tl.constexpr,  # row length if the norm of `norm_and_shrink` is still to be applied; 0 means none
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (cdiv(N, BLOCK_N), tiles of rows)."""
+    """Add sums times B^T to the linear layer's output. Grid (cdiv(N, BLOCK_N), tiles of rows)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     module = tl.load(modules_ptr + tl.program_id(0))
@@ -336,10 +338,10 @@ def expand_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_joined(
-    both_ptr,  # [rows, N + SLOTS * MODULES * RANK], the product and behind it the sums of every slot
+    both_ptr,  # [rows, N + SLOTS * MODULES * RANK]: the linear layer's output, followed by the sums of every slot
     b_ptr,  # [slots, N, RANK]
-    slots_ptr,  # int32 [rows]; -1: no adapter
-    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: whose columns those of each program are
+    slots_ptr,  # int32 [rows]; -1 means no adapter
+    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: module of each program's columns
     y_ptr,  # [rows, N], written; ADD: added to
     rows,
     SLOT_STRIDE: tl.constexpr,
@@ -356,7 +358,7 @@ def expand_joined(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (cdiv(N, BLOCK_N), tiles of rows). All rows are written."""
+    """Store the linear layer's output plus sums times B^T, for all rows. Grid (cdiv(N, BLOCK_N), tiles of rows)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     module = tl.load(modules_ptr + tl.program_id(0))
@@ -383,9 +385,9 @@ def expand_gated(
     sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
     squares_ptr,  # float32 [SPLITS, rows] (NORMED)
     b_ptr,  # [slots, 2 N, RANK], gate over up
-    slots_ptr,  # int32 [rows]; -1: no adapter
-    modules_ptr,  # int32 [2 * cdiv(N, BLOCK_N)]: whose columns those of each program are, of the gate and then of up
-    both_ptr,  # [rows, 2 N], the product; BEHIND: with the sums behind its columns, which sums_ptr is, too
+    slots_ptr,  # int32 [rows]; -1 means no adapter
+    modules_ptr,  # int32 [2 * cdiv(N, BLOCK_N)]: module of each program's columns, first for gate and then for up
+    both_ptr,  # [rows, 2 N], the linear layer's output; BEHIND: followed by the sums, and equal to sums_ptr
     y_ptr,  # [rows, N], written
     eps,
     rows,
@@ -406,7 +408,7 @@ def expand_gated(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = activation(gate) * up of a product with what adapters add to it, in all rows. Grid as `expand_rows`."""
+    """y = activation(gate) * up of the linear layer plus adapters, for all rows. Grid (cdiv(N, BLOCK_N), tiles of rows)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     gate_module = tl.load(modules_ptr + tl.program_id(0))

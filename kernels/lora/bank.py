@@ -1,4 +1,4 @@
-"""Slots of adapters beside a decoder's products: their layout, what a folder becomes in one, and which rows have which."""
+"""Slots for LoRA adapters of a decoder's linear layers: their memory layout, loading of adapters, and the slot of each row."""
 
 from __future__ import annotations
 
@@ -18,43 +18,45 @@ from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.lora.folder import AdapterFolder, LowRank, check_targets, read_folder
 
 FEWEST_ROWS = 8
-"""Times the rows of A that a weight must have for them to lie behind it: every step with an adapter multiplies all of them."""
+"""Minimum ratio of weight rows to rows of A for appending A to the weight: every step with an adapter multiplies all of them."""
 _STD = 0.02
-"""Standard deviation of random adapters: what they add stays small beside what products are."""
+"""Standard deviation of random adapters: small, so that they change outputs little."""
 
 
 class ModuleRows(NamedTuple):
-    """Rows of a product that belong to one of the modules it was made of."""
+    """Rows of a merged linear layer that belong to one of its modules."""
 
     start: int
     end: int
     module: int
-    """Which of the product's modules."""
+    """Index of the module in the linear layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class AdaptedProduct:
-    """A product and the memory of all slots beside it: y += (x A^T) B^T, with the A and B of a row's slot."""
+    """A linear layer with the memory of all slots: y += (x A^T) B^T, with A and B of each row's slot."""
 
     origin: ProductOrigin
     out_features: int
     a: Tensor
-    """[slots, modules * rank, in_features], a view: slots do not follow one another closely."""
+    """[slots, modules * rank, in_features]: a view, with gaps between slots."""
     b: Tensor
-    """[slots, out_features, rank]; the adapter's scale is in it."""
+    """[slots, out_features, rank]. Includes the adapter's scale."""
     parts: Sequence[ModuleRows]
-    """The rows of the product, in their order."""
+    """Rows of the linear layer by module, in order."""
     joined: Linear | None = None
-    """The product's weight with the A of every slot behind it: [out_features + slots * modules * rank, in_features], so that one
-    product makes x W^T and x A^T of all slots. None: A is multiplied apart."""
+    """Linear layer [out_features + slots * modules * rank, in_features]: the weight followed by the A of every slot.
+
+    One GEMM computes x W^T and x A^T of all slots. None if A is multiplied separately.
+    """
 
     @property
     def rank(self) -> int:
-        """Rows of A for each module, those of smaller adapters being zeros."""
+        """Rows of A per module. Smaller adapters are padded with zeros."""
         return self.b.shape[2]
 
     def joined_slots(self, slots: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """Each of some slots, and the rows of `joined` that hold its A."""
+        """Return each of the slots, with the rows of `joined` that hold its A."""
         assert self.joined is not None
         assert isinstance(self.joined.weight, Tensor)
         behind = self.joined.weight[self.out_features :].view(self.a.shape)
@@ -62,19 +64,19 @@ class AdaptedProduct:
 
 
 class Shrunk(NamedTuple):
-    """x A^T of rows with an adapter, on its way to B."""
+    """Intermediate result x A^T of rows with an adapter."""
 
     sums: Tensor
-    """float32, as the kernels lay them out; the next product overwrites them."""
+    """float32, in the kernels' layout. The next linear layer overwrites them."""
     squares: Tensor
-    """float32: sums of squares of x, where x was not normed yet."""
+    """float32: sums of squares of x, if x was not normed yet."""
     normed: int
-    """Elements of a row of x that the sums are still to be normed by; 0: they are of normed rows."""
+    """Row length of x if the sums are still to be normed. 0 means that the rows were normed."""
     eps: float
 
 
 class AdapterInMemory(NamedTuple):
-    """An adapter as its slot holds it; a HostAdapter."""
+    """An adapter on the host in the layout of a slot; a HostAdapter."""
 
     digest: bytes
     flat: Tensor
@@ -82,17 +84,18 @@ class AdapterInMemory(NamedTuple):
 
 
 class AdapterBank:
-    """The adapters of one decoder on one rank; see `ModelAdapters`.
+    """Adapters of one decoder on one rank; see `ModelAdapters`.
 
-    A slot is one piece of memory, so that an adapter is copied at once. Every product's A and B have their places in it.
+    A slot is contiguous memory, so that an adapter is loaded in one copy. Each linear layer's A and B have fixed places in it.
     """
 
     def __init__(
         self, linears: Iterable[Linear], slots: AdapterSlots, dtype: torch.dtype, rank_multiple: int = 1, joins: bool = False
     ) -> None:
-        """linears: products with an origin. rank_multiple: what memory for ranks is rounded up to, a power of two or 1.
+        """Allocate the slots.
 
-        dtype: of the products' inputs. joins: whether the A of all slots may lie behind a weight, where they are few rows.
+        linears: linear layers with an origin. rank_multiple: ranks are rounded up to this in memory; a power of two or 1.
+            dtype: type of the layers' inputs. joins: True allows appending the A of all slots to a weight, if they are few rows.
         """
         self.num_slots, self.max_rank = num_slots, max_rank = slots
         self._rank = max_rank if rank_multiple == 1 else max(rank_multiple, 1 << (max_rank - 1).bit_length())
@@ -114,20 +117,20 @@ class AdapterBank:
             self.products[linear] = AdaptedProduct(origin, linear.out_features, a, b, parts, joined)
             at += size_a + size_b
         self.slots: Tensor | None = None
-        """int32 [num_tokens]: the slot of each row of the calls to come; None: no row has any."""
+        """int32 [num_tokens]: slot of each row for the following calls. None means that no row has an adapter."""
 
     def _placed(self, first: int, shape: tuple[int, int]) -> Tensor:
-        """A matrix in every slot, from this element of it on."""
+        """Return a view of a matrix in every slot, starting at element `first`."""
         return self._memory.as_strided((self.num_slots, *shape), (self._memory.shape[1], shape[1], 1), first)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
+        """Size of a slot in bytes."""
         return self._memory[0].nbytes
 
     @cached_property
     def modules(self) -> list[str]:
-        """The modules that adapters may have, as the checkpoint names them."""
+        """Names of the modules that adapters may have, as in the checkpoint."""
         return [module for product in self.products.values() for module in product.origin.modules]
 
     def begin(self, slots: Tensor | None) -> None:
@@ -143,7 +146,7 @@ class AdapterBank:
         self._join(range(self.num_slots))
 
     def _join(self, slots: Iterable[int]) -> None:
-        """Copy the A of slots behind the weights."""
+        """Copy the A of slots into the rows after the weights."""
         for product in self.products.values():
             if product.joined is not None:
                 for slot, rows in product.joined_slots(slots):
@@ -151,9 +154,9 @@ class AdapterBank:
 
     @torch.inference_mode()
     def read(self, request: LoRARequest) -> AdapterInMemory:
-        """See ModelAdapters; of several ranks, each keeps its part alone.
+        """Read an adapter; with several ranks, only this rank's shard.
 
-        :raises ConfigError: the adapter cannot be served; the message names what and why.
+        :raises ConfigError: if the adapter is not supported; the message says what and why.
         """
         folder = self._of_this_model(read_folder(request))
         if folder.rank > self.max_rank:
@@ -167,13 +170,13 @@ class AdapterBank:
 
     @torch.inference_mode()
     def drawn(self, seed: int) -> AdapterInMemory:
-        """Make an adapter of small random numbers in place of one that was read, for measurements."""
+        """Return an adapter of small random numbers instead of one that was read, for measurements."""
         draw, pinned = torch.Generator().manual_seed(seed), self._device.type == "cuda"
         flat = torch.empty(self._memory.shape[1], dtype=self._memory.dtype, pin_memory=pinned)
         return AdapterInMemory(b"drawn %d" % seed, flat.normal_(0, _STD, generator=draw))
 
     def _of_this_model(self, folder: AdapterFolder) -> AdapterFolder:
-        """The adapter with the model's own names of modules, where the one that wrote it had a part less or more before them."""
+        """Return the adapter with the model's module names. The names may have another prefix in the adapter."""
         by_end = {module[module.find("layers.") :]: module for module in self.modules if "layers." in module}
         renamed = {}
         for module, low_rank in folder.low_ranks.items():
@@ -183,7 +186,7 @@ class AdapterBank:
 
 
 def _sizes(linear: Linear, origin: ProductOrigin, rank: int) -> tuple[int, int]:
-    """Elements of a product's A and B in a slot; both begin at multiples of 16 bytes."""
+    """Return the elements of a linear layer's A and B in a slot. Both start at multiples of 16 bytes."""
     return _rounded(len(origin.modules) * rank * linear.in_features), _rounded(linear.out_features) * rank
 
 
@@ -192,7 +195,7 @@ def _rounded(count: int) -> int:
 
 
 def _rows(origin: ProductOrigin) -> list[int]:
-    """The number of the module of each row that the rank holds, in the checkpoint's order."""
+    """Return the module index of each row that the rank holds, in the checkpoint's order."""
     return [number for number, axis in enumerate(origin.modules.values()) for _ in range(axis.size)]
 
 
@@ -206,9 +209,9 @@ def _parts(origin: ProductOrigin, out_features: int) -> list[ModuleRows]:
 
 
 def _fill(origin: ProductOrigin, folder: AdapterFolder, a: Tensor, b: Tensor) -> None:
-    """Write a product's A and B. a: [modules * rank, in_features]; b: [out_features, rank]; both are zeros.
+    """Write a linear layer's A and B. a: [modules * rank, in_features]. b: [out_features, rank]. Both must be zeros.
 
-    :raises ConfigError: a tensor has not the shape that the base has for it.
+    :raises ConfigError: if a tensor's shape does not match the base model.
     """
     columns, rank = _held(origin.in_features), b.shape[1]
     rows = []
@@ -230,7 +233,7 @@ def _fill(origin: ProductOrigin, folder: AdapterFolder, a: Tensor, b: Tensor) ->
 
 
 def _held(axis: Axis) -> Tensor | None:
-    """The elements of an axis that the rank holds; None: all of them."""
+    """Return the indices of an axis that the rank holds. None means all."""
     return None if axis.is_whole else torch.tensor(axis.pick(range(axis.whole)))
 
 

@@ -1,4 +1,4 @@
-"""Folders of adapters as peft writes them: what they say, and a refusal by name of what a decoder here does not compute."""
+"""Reader of LoRA adapter folders written by peft, which refuses by name whatever a decoder here does not support."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.core.system.text import shown
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
-"""What peft puts before the names of the model's modules."""
+"""Prefix of module names that peft adds."""
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
 _OTHERS: Final = {
     "lora_magnitude_vector": "a plain adapter, got a DoRA (use_dora)",
@@ -31,7 +31,7 @@ _OTHERS: Final = {
     "modules_to_save": "adapters alone, got a module that was trained whole (modules_to_save)",
     ".bias": "products without biases of their own, got one that was trained (bias or lora_bias)",
 }
-"""Parts of names of tensors that are no halves of an adapter -> need and got."""
+"""Parts of names of unsupported tensors -> what is needed, and what was got."""
 _REFUSED: Final = {
     "use_dora": "DoRA, whose magnitudes depend on the merged weights",
     "lora_bias": "biases beside the products of low rank",
@@ -45,9 +45,9 @@ _REFUSED: Final = {
     "arrow_config": "a router over adapters (Arrow)",
     "kasa_config": "singular values beside the products of low rank (KaSA)",
 }
-"""Options of peft's that make an adapter something else, unless they are off -> what it then is."""
+"""peft options that make an adapter unsupported, unless they are off -> what they mean."""
 _CHANGED_BASES: Final = ("pissa", "olora", "corda", "lora_ga")
-"""Beginnings of the kinds of init_lora_weights that change the base's own weights as well."""
+"""Prefixes of init_lora_weights that change the base model's weights too."""
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _MAX_RANK: Final = 4096
 _MAX_ALPHA: Final = 1e9
@@ -55,7 +55,7 @@ _MAX_ALPHA: Final = 1e9
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to one module: x A^T B^T, the scale being in B already."""
+    """LoRA update of one module: x A^T B^T times scale."""
 
     a: Tensor
     """[rank, in_features], float32 or half precision, on the CPU."""
@@ -66,28 +66,28 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A folder's content, checked as far as it can be without the model."""
+    """Content of an adapter folder, checked as far as possible without the model."""
 
     name: str
     low_ranks: Mapping[str, LowRank]
-    """Adapters by the base's module, as its checkpoint names it."""
+    """Updates by module name, as in the base model's checkpoint."""
     targets: Sequence[str]
-    """Ends of the names of modules that the adapter says it has; none: it does not say."""
+    """Suffixes of the module names that the adapter declares. Empty if it does not declare any."""
     all_layers: bool
-    """Whether it has those of every layer."""
+    """True if the adapter covers every layer."""
     digest: bytes
     """Hash of the bytes of both files."""
 
     @property
     def rank(self) -> int:
-        """The largest rank of a module."""
+        """Largest rank of a module."""
         return max(len(each.a) for each in self.low_ranks.values())
 
 
 def read_folder(request: LoRARequest) -> AdapterFolder:
     """Read an adapter.
 
-    :raises ConfigError: there is no adapter of peft's, or one of a kind that is not computed here; the message names which.
+    :raises ConfigError: if there is no adapter of peft, or its kind is not supported; the message says which.
     """
     name, folder = f"adapter {request.lora_name}", _found(request)
     config = _config(name, folder)
@@ -111,7 +111,7 @@ def read_folder(request: LoRARequest) -> AdapterFolder:
 
 
 def _found(request: LoRARequest) -> Path:
-    """The folder of an adapter: a path, or a hub's."""
+    """Return the folder of an adapter, from a path or a hub."""
     name = f"adapter {request.lora_name}"
     try:
         path = Path(request.lora_path).expanduser()
@@ -122,7 +122,7 @@ def _found(request: LoRARequest) -> Path:
         return _fetched(request.lora_path)
     except ConfigError:
         raise
-    except (OSError, RuntimeError, ValueError):  # no path of this system is so, nor is a hub's id
+    except (OSError, RuntimeError, ValueError):  # not a valid path on this system, and not a hub id
         hint = "or the id of one on a Hugging Face hub that can be reached"
         raise ConfigError(
             name, "a folder that peft has written", f"{shown(request.lora_path)}, which is none here", hint
@@ -130,9 +130,9 @@ def _found(request: LoRARequest) -> Path:
 
 
 def _fetched(hub_id: str) -> Path:
-    """An adapter of a hub.
+    """Download an adapter from a hub.
 
-    :raises OSError, ValueError: it is no id, or the hub does not give it.
+    :raises OSError, ValueError: if it is not an id, or the hub does not provide it.
     """
     if not _HUB_ID.fullmatch(hub_id):
         raise ValueError(hub_id)
@@ -155,7 +155,10 @@ def _config(name: str, folder: Path) -> Mapping[str, Any]:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """:raises ConfigError: an adapter of a kind that is not computed, or numbers that cannot be."""
+    """Check the configuration.
+
+    :raises ConfigError: if the kind of adapter is not supported, or a number is invalid.
+    """
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConfigError(name, "peft_type LORA", shown(kind))
@@ -202,9 +205,9 @@ def _tensors(name: str, folder: Path) -> Mapping[str, Tensor]:
 
 
 def _module_of(name: str, stored: str) -> tuple[str, str]:
-    """The module and the half, A or B, that a tensor is of.
+    """Return the module of a tensor, and which half (A or B) it is.
 
-    :raises ConfigError: it is another kind of tensor.
+    :raises ConfigError: if it is another kind of tensor.
     """
     found = _HALF.fullmatch(stored)
     if found is not None and "modules_to_save" not in stored:
@@ -228,7 +231,7 @@ def _low_rank(name: str, module: str, both: Mapping[str, Tensor], config: Mappin
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
-    """What applies to a module: of the first pattern that its name ends with, as peft reads them, else the usual."""
+    """Return the value of the first pattern that matches the end of a module's name, like peft, else the default."""
     for pattern, value in (patterns or {}).items():
         try:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
@@ -248,11 +251,10 @@ def _digest(folder: Path) -> bytes:
 
 
 def check_targets(folder: AdapterFolder, modules: Iterable[str]) -> None:
-    """Check an adapter's modules against those of a model.
+    """Check an adapter's modules against a model.
 
-    modules: that products of the model were made of.
-
-    :raises ConfigError: a module that the model has not, or a tensor that is missing.
+    modules: modules of the model's linear layers.
+    :raises ConfigError: if the model does not have a module, or a tensor is missing.
     """
     known = set(modules)
     kinds = sorted({module.rpartition(".")[2] for module in known})
@@ -275,7 +277,7 @@ def check_targets(folder: AdapterFolder, modules: Iterable[str]) -> None:
 
 
 def _told(module: str) -> str:
-    """A module that cannot be served, with the reason where it is known."""
+    """Describe an unsupported module, with the reason if it is known."""
     end = module.rpartition(".")[2]
     if end in ("lm_head", "embed_tokens", "wte", "embed_out"):
         return f"{module}: adapters of the embedding and of the output head are not supported"

@@ -1,4 +1,4 @@
-"""Launches of the kernels that add what adapters say to products: at most two for a product, whatever the number of adapters."""
+"""Launches of the LoRA kernels: at most two for a linear layer, whatever the number of adapters."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Norm
 
 _BLOCK_M = 64
-"""Rows of a tile, whatever their number, so that a row's bits do not depend on it."""
+"""Rows per tile, whatever their number, so that a row's bits do not depend on it."""
 _MOST_SPLITS = 16
 _FEWEST_COLUMNS = 512
-"""Columns that a program of `shrink_rows` sums over at least: with few rows the slots and splits are all that fills the GPU."""
+"""Minimum columns per program of `shrink_rows`: with few rows, only slots and splits fill the GPU."""
 _MOST_SHRUNK = 64
 _WIDE = 128
-"""Columns that one product of `expand_rows` sums over: the ranks of several slots, or a part of one's."""
+"""Columns that one GEMM of `expand_rows` sums over: the ranks of several slots, or a part of one slot's ranks."""
 _BLOCK_N = 64
 _BLOCK_K = 128
 _LONGEST = 8192
-"""Elements of a row that one program norms."""
+"""Maximum elements of a row that one program norms."""
 _FEWEST = 16
-"""Columns that a program serves at least."""
+"""Minimum columns per program."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class FusedAdditions:
-    """Additions by our kernels. No call synchronises or looks at values, so that graphs hold them.
+    """LoRA additions by Triton kernels. No call synchronises or reads values on the host, so CUDA graphs can capture them.
 
-    The cut of a product follows from its shape alone: a row's bits are the same in any batch.
+    Split-K depends only on a linear layer's shape, so a row's bits are the same in any batch.
     """
 
     def __init__(self, device: torch.device, bank: AdapterBank) -> None:
-        """:raises ModelError: a product whose modules do not begin at multiples of what a kernel's program serves."""
+        """Prepare the launches.
+
+        :raises ModelError: if the modules of a linear layer do not start at multiples of a program's columns.
+        """
         self._device = device
         self._sums = Workspace(device)
         self._squares = Workspace(device)
@@ -51,22 +54,22 @@ class FusedAdditions:
         self._blocks = {product: _block_n(product) for product in bank.products.values()}
 
     def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
-        """See Additions. One launch, for the norm and the first half of what adapters add."""
+        """Norm rows and compute the first half of the adapters' additions, in one launch."""
         rows, in_features = x.shape
         if not rows or norm.bias is not None or norm.share is not None or in_features > _LONGEST:
             return None
-        cut = _cut(product)
-        squares = self._squares.floats(cut.splits * rows)
-        low = Shrunk(self._sums.floats(cut.splits * rows * cut.width), squares, in_features, norm.eps)
+        tiling = _tiling_of(product)
+        squares = self._squares.floats(tiling.splits * rows)
+        low = Shrunk(self._sums.floats(tiling.splits * rows * tiling.width), squares, in_features, norm.eps)
         y = torch.empty_like(x)
-        key = "norm", cut, product.a.stride(0), x.dtype, norm.weight.dtype
+        key = "norm", tiling, product.a.stride(0), x.dtype, norm.weight.dtype
         launch = self._launchers.get(key)
         if launch is None:
             block = 1 << (in_features - 1).bit_length()
-            sizes = {**_shrink_sizes(product, cut), "SLOTS": len(product.a), "BLOCK": block, **_dot(x.dtype)}
+            sizes = {**_shrink_sizes(product, tiling), "SLOTS": len(product.a), "BLOCK": block, **_dot(x.dtype)}
             launch = FixedLauncher(norm_and_shrink, 4 if block <= 4096 else 8, self._device, sizes)
             self._launchers[key] = launch
-        programs = rows + triton.cdiv(rows, _BLOCK_M) * len(product.a) * cut.splits * cut.tiles
+        programs = rows + triton.cdiv(rows, _BLOCK_M) * len(product.a) * tiling.splits * tiling.tiles
         launch(
             (programs, 1, 1),
             x_ptr=x,
@@ -82,7 +85,7 @@ class FusedAdditions:
         return y, low
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
-        """See Additions. Two launches, or one after `normed`."""
+        """Add in two launches, or in one after `normed`."""
         rows = x.shape[0]
         if rows:
             low = low or self._shrink(x, product, slots)
@@ -105,7 +108,7 @@ class FusedAdditions:
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
     ) -> Tensor | None:
-        """See Additions. As many launches as `add`. None: modules begin at odd places."""
+        """Add in as many launches as `add`. None if modules do not start at multiples of a program's columns."""
         rows, size, block = x.shape[0], product.out_features // 2, self._blocks[product][1]
         if block < _FEWEST:
             return None
@@ -118,7 +121,7 @@ class FusedAdditions:
     def _launch_gated(
         self, product: AdaptedProduct, low: Shrunk, both: Tensor, slots: Tensor, activation: Activation, y: Tensor
     ) -> None:
-        """low: its sums may be `both`, which then has them behind its columns."""
+        """Launch `expand_gated`. low: its sums may be `both`, where they follow the linear layer's columns."""
         (rows, size), block = y.shape, self._blocks[product][1]
         launch = self._launcher("gated", product, low.normed, both.dtype, block, activation, joined=low.sums is both)
         modules = self._modules_of(product, block, size)
@@ -136,7 +139,7 @@ class FusedAdditions:
         )
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """See Additions. One launch."""
+        """Add in one launch."""
         rows, block = both.shape[0], self._blocks[product][0]
         y = torch.empty(rows, product.out_features, dtype=both.dtype, device=self._device) if add_to is None else add_to
         if rows:
@@ -148,7 +151,7 @@ class FusedAdditions:
         return y
 
     def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """See Additions. One launch. None: modules begin at odd places."""
+        """Add in one launch. None if modules do not start at multiples of a program's columns."""
         rows, size = both.shape[0], product.out_features // 2
         if self._blocks[product][1] < _FEWEST:
             return None
@@ -158,14 +161,14 @@ class FusedAdditions:
         return y
 
     def _shrink(self, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Shrunk:
-        rows, cut = x.shape[0], _cut(product)
-        sums = self._sums.floats(cut.splits * rows * cut.width)
-        key = "shrink", cut, product.a.stride(0), x.dtype
+        rows, tiling = x.shape[0], _tiling_of(product)
+        sums = self._sums.floats(tiling.splits * rows * tiling.width)
+        key = "shrink", tiling, product.a.stride(0), x.dtype
         launch = self._launchers.get(key)
         if launch is None:
-            sizes = {**_shrink_sizes(product, cut), **_dot(x.dtype)}
+            sizes = {**_shrink_sizes(product, tiling), **_dot(x.dtype)}
             launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, sizes)
-        grid = triton.cdiv(rows, _BLOCK_M), len(product.a), cut.splits * cut.tiles
+        grid = triton.cdiv(rows, _BLOCK_M), len(product.a), tiling.splits * tiling.tiles
         launch(grid, x_ptr=x, a_ptr=product.a, slots_ptr=slots, sums_ptr=sums, rows=rows)
         return Shrunk(sums, sums, 0, 0.0)
 
@@ -179,9 +182,9 @@ class FusedAdditions:
         activation: Activation | None,
         joined: bool = False,
     ) -> FixedLauncher:
-        """The launcher of one of the kernels that expand. joined: what was shrunk lies behind the product's columns."""
-        cut = _cut(product)
-        key = kind, product.out_features, cut, product.b.stride(0), dtype, block, activation, normed, joined
+        """Return the launcher of a kernel that expands. joined: True if the sums follow the linear layer's columns."""
+        tiling = _tiling_of(product)
+        key = kind, product.out_features, tiling, product.b.stride(0), dtype, block, activation, normed, joined
         launch = self._launchers.get(key)
         if launch is None:
             gated, rank, num_slots = activation is not None, product.rank, len(product.b)
@@ -189,7 +192,7 @@ class FusedAdditions:
             sizes: dict[str, object] = {
                 "SLOT_STRIDE": product.b.stride(0),
                 "N": product.out_features // 2 if gated else product.out_features,
-                "MODULES": cut.width // rank,
+                "MODULES": tiling.width // rank,
                 "RANK": rank,
                 "SLOTS": num_slots,
                 "TOGETHER": min(_WIDE // ranks, 1 << (num_slots - 1).bit_length()),
@@ -199,13 +202,13 @@ class FusedAdditions:
             }
             if gated:
                 sizes |= {"ACTIVATION": activation, "BEHIND": product.out_features if joined else 0}
-            sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": cut.splits, "NORMED": normed}
+            sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": tiling.splits, "NORMED": normed}
             kernel = expand_gated if gated else expand_joined if joined else expand_rows
             launch = self._launchers[key] = FixedLauncher(kernel, 4, self._device, {**sizes, **_dot(dtype)})
         return launch
 
     def _modules_of(self, product: AdaptedProduct, block: int, size: int) -> Tensor:
-        """int32: the module of each block of columns; of two halves, of `size` columns each, those of the second behind."""
+        """Return int32: the module of each block of columns. For gate and up of `size` columns each, those of up follow."""
         key = product, size
         known = self._modules.get(key)
         if known is None:
@@ -216,51 +219,51 @@ class FusedAdditions:
 
 
 def _dot(dtype: torch.dtype) -> dict[str, object]:
-    """What products are computed in: float32 stays exact, and the interpreter multiplies the raw bits of bfloat16."""
+    """Return the types of tl.dot: float32 stays exact, and the interpreter would multiply the raw bits of bfloat16."""
     return {"DOT": tl.float32 if INTERPRETED else _TYPES[dtype], "PRECISION": "ieee"}
 
 
-class _Cut(NamedTuple):
-    """How x A^T is cut into programs, by a product's shape alone."""
+class _ShrinkTiling(NamedTuple):
+    """Split of x A^T into programs, determined by a linear layer's shape."""
 
     in_features: int
     width: int
     """Rows of A: modules * rank."""
     split: int
-    """Columns that a program sums over."""
+    """Columns per program (split-K)."""
     block: int
-    """Rows of A of a program."""
+    """Rows of A per program."""
 
     @property
     def splits(self) -> int:
-        """Programs that share a sum."""
+        """Programs that split a sum over K."""
         return -(-self.in_features // self.split)
 
     @property
     def tiles(self) -> int:
-        """Programs that share the rows of A."""
+        """Programs along the rows of A."""
         return -(-self.width // self.block)
 
 
-def _cut(product: AdaptedProduct) -> _Cut:
+def _tiling_of(product: AdaptedProduct) -> _ShrinkTiling:
     _, width, in_features = product.a.shape
     columns = _FEWEST_COLUMNS
     while columns * _MOST_SPLITS < in_features:
         columns *= 2
     split = min(columns, max(1 << (in_features - 1).bit_length(), 16))
-    return _Cut(in_features, width, split, min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK))
+    return _ShrinkTiling(in_features, width, split, min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK))
 
 
-def _shrink_sizes(product: AdaptedProduct, cut: _Cut) -> dict[str, object]:
-    """Compile-time constants of the kernels that shrink."""
-    tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": cut.block, "BLOCK_K": min(_BLOCK_K, cut.split)}
-    return {"SLOT_STRIDE": product.a.stride(0), "N": cut.width, "K": cut.in_features, "SPLIT_K": cut.split, **tile}
+def _shrink_sizes(product: AdaptedProduct, tiling: _ShrinkTiling) -> dict[str, object]:
+    """Return the compile-time constants of the kernels that shrink."""
+    tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": tiling.block, "BLOCK_K": min(_BLOCK_K, tiling.split)}
+    return {"SLOT_STRIDE": product.a.stride(0), "N": tiling.width, "K": tiling.in_features, "SPLIT_K": tiling.split, **tile}
 
 
 def _block_n(product: AdaptedProduct) -> tuple[int, int]:
-    """Columns of a program, all of one module: of `expand_rows`, and of `expand_gated`.
+    """Return the columns per program, which must belong to one module, for `expand_rows` and for `expand_gated`.
 
-    :raises ModelError: modules begin at odd places.
+    :raises ModelError: if modules do not start at multiples of 16 rows.
     """
     edges = [part.start for part in product.parts]
     block = math.gcd(_BLOCK_N, *edges)

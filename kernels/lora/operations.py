@@ -1,4 +1,4 @@
-"""A decoder's operations where rows may have adapters: what these add stands between a product and what follows it."""
+"""A decoder's operations with LoRA adapters, which are added between a linear layer and the operation after it."""
 
 from __future__ import annotations
 
@@ -23,51 +23,57 @@ log = logging.getLogger("headway")
 
 
 RANK_MULTIPLE = 16
-"""Ranks that the matrix units of a GPU sum over at once."""
+"""Columns that a tensor-core instruction sums over; ranks are rounded up to a multiple."""
 
 
 class Additions(Protocol):
-    """Adds what rows' adapters say to products. Who inherits leaves to the operations what has a body here."""
+    """Additions of rows' adapters to linear layers. Methods with a body are defaults that leave the work to the operations."""
 
     def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
-        """The norm of x before a product, and the first half of what adapters add; None: the norm is left to the operations."""
+        """Norm x before a linear layer, and compute the first half of the adapters' additions. None leaves the norm to the
+        operations.
+        """
         return None
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
-        """Return y [rows, out_features] with (x A^T) B^T of each row's slot, in place; rows without one stay as they are.
+        """Return y [rows, out_features] plus (x A^T) B^T of each row's slot, in place. Rows without a slot stay unchanged.
 
-        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
+        x: [rows, in_features], contiguous, the linear layer's input. slots: int32 [rows]. low: result of `normed`, if it has run.
         """
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """Return the product [rows, out_features] with what adapters add; add_to: added to it, in place.
+        """Return the linear layer's output [rows, out_features] plus adapters; added to `add_to` in place if given.
 
-        both: of `AdaptedProduct.joined`, x W^T and x A^T side by side.
+        both: output of `AdaptedProduct.joined`, x W^T and x A^T side by side.
         """
 
     def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """As `activated`, of what `joined` is given."""
+        """Return what `activated` does, for the `both` of `joined`."""
         return None
 
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
     ) -> Tensor | None:
-        """Do the same to gate and up, both: [rows, out_features], and return activation(gate) * up; None: that is left to the
-        operations, and nothing was added."""
+        """Add adapters to gate and up, both: [rows, out_features], and return activation(gate) * up.
+
+        None leaves this to the operations; nothing was added then.
+        """
         return None
 
 
 class PlainAdditions(Additions):
-    """Adds to rows that have an adapter, and to no others. The host looks at the rows' slots, so that no graph can hold it."""
+    """Additions by torch, only to rows with an adapter. The host reads the rows' slots, so CUDA graphs cannot capture this."""
 
     def __init__(self, tile_rows: int | None = None) -> None:
-        """tile_rows: rows of every product, so that a row's bits depend on no other (see `InvariantOperations`); None: any."""
+        """Prepare the additions. tile_rows: rows of every GEMM in deterministic mode (see `InvariantOperations`); None means
+        any.
+        """
         self._tile_rows = tile_rows
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: object = None) -> Tensor:
         """Return y with what each row's adapter adds, in place.
 
-        y: [rows, out_features]; x: [rows, in_features], the product's input; slots: int32 [rows].
+        y: [rows, out_features]. x: [rows, in_features], the linear layer's input. slots: int32 [rows].
         """
         for slot in sorted(set(slots.tolist()) - {NO_ADAPTER}):
             rows = (slots == slot).nonzero().squeeze(1)
@@ -79,7 +85,6 @@ class PlainAdditions(Additions):
         return y
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """See Additions."""
         size, rank = product.out_features, product.rank
         y = both[:, :size].clone()
         lows = both[:, size:].reshape((len(both), *product.a.shape[:2]))
@@ -91,7 +96,7 @@ class PlainAdditions(Additions):
         return y if add_to is None else add_to.add_(y)
 
     def _multiplied(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [rows, k] times weight [n, k]: [rows, n]."""
+        """Multiply x [rows, k] by weight [n, k]. Return [rows, n]."""
         size = self._tile_rows
         if size is None:
             return torch.mm(x, weight.t())
@@ -102,14 +107,16 @@ class PlainAdditions(Additions):
 class AdaptedOperations:
     """Operations of a decoder with a bank of adapters.
 
-    Where no row has an adapter, all of them are the inner's own. Where some have, a product is computed by itself, the inner's
-    norm before it and its activation or rotation after it, and what the adapters add comes between: they read the input that the
-    product reads, and the activation sees their sum. That is one path for all rows, so that a row without an adapter has the
-    inner's bits wherever its own steps are not fused with more than a rounding between them.
+    If no row has an adapter, the inner operations are used unchanged. Otherwise, a linear layer is computed separately, with the
+    inner norm before it and the inner activation or rotary embedding after it, and adapters are added in between: they read the
+    linear layer's input, and the activation reads the sum. All rows of a step take this path. A row without an adapter therefore
+    keeps the inner operations' bits wherever these are not fused by more than a rounding between them.
     """
 
     def __init__(self, inner: Operations, bank: AdapterBank, additions: Additions, always: bool = False) -> None:
-        """additions: of the device. always: take that path also where no row has an adapter, so that bits do not depend on it."""
+        """Wrap `inner`. additions: additions of the device. always: use the adapters' path in every step, so that bits do not
+        depend on it.
+        """
         self._inner = inner
         self._bank = bank
         self._additions = additions
@@ -124,19 +131,19 @@ class AdaptedOperations:
         self.latent_layer = inner.latent_layer
         self.gate = inner.gate
         self.experts = inner.experts
-        self.turn_heads = inner.turn_heads
+        self.rotate_heads = inner.rotate_heads
         self.activated = inner.activated
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """As they are: what an adapter reads is normed with the norm's own weight."""
+        """Return the arguments unchanged: adapters read inputs that are normed with the norm's own weight."""
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """See Operations."""
+        """Return the choices of the inner operations."""
         return self._inner.linear_choices(products)
 
     def _adapted(self, x: Tensor, linear: Linear) -> tuple[AdaptedProduct, Tensor] | None:
-        """The slots beside a product, and which of them each row has; None: no row has any, or the product none."""
+        """Return the slots of a linear layer, and each row's slot. None if no row has an adapter, or the layer supports none."""
         product = self._bank.products.get(linear)
         if product is None:
             return None
@@ -147,7 +154,7 @@ class AdaptedOperations:
         return product, slots
 
     def _normed(self, x: Tensor, norm: Norm | None, adapted: tuple[AdaptedProduct, Tensor]) -> tuple[Tensor, Shrunk | None]:
-        """A product's input, and what `Additions.normed` has made beside it."""
+        """Return a linear layer's input, and the intermediate result of `Additions.normed`."""
         x = x.contiguous()
         if norm is None:
             return x, None
@@ -155,7 +162,7 @@ class AdaptedOperations:
         return self._additions.normed(x, norm, product, slots) or (self._inner.norm(x, norm), None)
 
     def _added(self, x: Tensor, norm: Norm | None, linear: Linear, adapted: tuple[AdaptedProduct, Tensor]) -> Tensor:
-        """The product of x, normed first if it is to be, with what adapters add."""
+        """Compute a linear layer of x, normed first if needed, and add adapters."""
         product, slots = adapted
         if product.joined is not None:
             return self._additions.joined(self._both(x, norm, product.joined), product, slots)
@@ -163,11 +170,11 @@ class AdaptedOperations:
         return self._additions.add(self._inner.product(normed, linear), normed, product, slots, low)
 
     def _both(self, x: Tensor, norm: Norm | None, joined: Linear) -> Tensor:
-        """The product of x, normed first if it is to be, and of the A of every slot behind it."""
+        """Compute a linear layer of x, normed first if needed, joined with the A of every slot."""
         return self._inner.product(x if norm is None else self._inner.norm(x, norm), joined)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """See Operations."""
+        """Return the linear layer's output plus adapters."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.product(x, linear, out)
@@ -175,7 +182,7 @@ class AdaptedOperations:
         return y if out is None else out.copy_(y)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """See Operations."""
+        """Return norm, linear layer plus adapters, and activation."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_product(x, norm, linear, activation)
@@ -183,7 +190,7 @@ class AdaptedOperations:
         return y if activation is None else self._inner.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """See Operations."""
+        """Return norm, linear layer plus adapters, and gated activation."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_gated_product(x, norm, linear, activation)
@@ -202,14 +209,14 @@ class AdaptedOperations:
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations."""
+        """Return q, k and v of a linear layer plus adapters."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_qkv(x, norm, linear, heads, rope)
-        return self._inner.turn_heads(self._added(x, norm, linear, adapted), heads, rope)
+        return self._inner.rotate_heads(self._added(x, norm, linear, adapted), heads, rope)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """See Operations."""
+        """Return residual + linear layer plus adapters."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.add_product(residual, x, linear)
@@ -220,7 +227,7 @@ class AdaptedOperations:
         return self._additions.add(self._inner.add_product(residual, x, linear), x, product, slots)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """See Operations."""
+        """Return residual + linear layers plus adapters, added one by one if any has adapters."""
         if all(self._adapted(x, linear) is None for x, linear in terms):
             return self._inner.add_products(residual, terms)
         return add_one_by_one(self, residual, terms)
@@ -229,11 +236,10 @@ class AdaptedOperations:
 def adapted_operations(
     inner: Operations, linears: Iterable[Linear], slots: AdapterSlots, dtype: torch.dtype, tile_rows: int | None
 ) -> tuple[Operations, AdapterBank]:
-    """Wrap operations so that rows may have adapters, and make the slots.
+    """Wrap operations so that rows may have adapters, and allocate the slots.
 
-    linears: the decoder's products. tile_rows: rows of every product in deterministic mode; None: any.
-
-    :raises ModelError: a GPU without Triton, or no product that could have an adapter.
+    linears: linear layers of the decoder. tile_rows: rows of every GEMM in deterministic mode; None means any.
+    :raises ModelError: if a GPU has no Triton, or no linear layer supports adapters.
     """
     adaptable = [linear for linear in linears if linear.origin is not None]
     if not adaptable:

@@ -1,1 +1,1 @@
-"""Compiling and launching kernels, and finding libraries that bring some."""
+"""Compiling and launching kernels, and finding third-party kernel libraries."""

@@ -1,4 +1,4 @@
-"""Compilation of all kernels before an engine is ready, many at a time; launches would compile them one after the other."""
+"""Parallel compilation of all kernels before an engine is ready, instead of one by one at their first launches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from headway.core.contract.kernel import CompileAhead
 
 
 def compile_ahead(device: torch.device) -> CompileAhead | None:
-    """Return the context in which the kernels of a device are compiled together; None where nothing is compiled."""
+    """Return the context that compiles a device's kernels in parallel, or None if the device needs no compilation."""
     if device.type != "cuda":
         return None
     try:
         from triton.runtime import cache
     except ImportError:
         return compiled.compile_ahead
-    # The first compilation, and the first look into the cache, wait for a hash of Triton's own library: it is begun here.
-    key = getattr(cache, "triton_key", None)  # no part of Triton's interface
+    # Triton's first compilation and first cache lookup wait for a hash of Triton's own library: start computing the hash here.
+    key = getattr(cache, "triton_key", None)  # not part of Triton's public interface
     if key is not None:
         Thread(target=key, name="triton-key", daemon=True).start()
     return compile_with_triton
@@ -31,7 +31,7 @@ def compile_ahead(device: torch.device) -> CompileAhead | None:
 
 @contextmanager
 def compile_with_triton() -> Iterator[None]:
-    """Compile as `core.contract.compiled.compile_ahead` does, and Triton's kernels (`Launcher`), too."""
+    """Compile ahead like `core.contract.kernel.compile_ahead`, including Triton kernels (`Launcher`)."""
     import triton
 
     with compiled.compile_ahead() as pool, triton.AsyncCompileMode(BuildLaunchers(pool), ignore_errors=True):
@@ -39,21 +39,22 @@ def compile_with_triton() -> Iterator[None]:
 
 
 class BuildLaunchers(Executor):
-    """Threads that compile a kernel and the launcher for it, which some releases of Triton leave to a C compiler at first launch.
+    """Threads that compile a Triton kernel together with its launcher.
 
-    That takes a third of a second each. The launcher is kept on disk beside the kernel, where the first launch finds it.
+    Some releases of Triton compile the launcher with a C compiler at the first launch, a third of a second each. The launcher is
+    cached on disk next to the kernel, where the first launch finds it.
     """
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
 
     def submit(self, task: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        """Run a task in the pool, as `Executor.submit` does. task: returns a compiled kernel."""
+        """Run a task in the thread pool. task: function that returns a compiled kernel."""
         from triton.runtime import driver
 
         def compile_and_build() -> Any:
             kernel = task(*arguments, **options)
-            with suppress(Exception):  # the launch will raise it
+            with suppress(Exception):  # the launch will raise the same error
                 driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 

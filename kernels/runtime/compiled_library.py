@@ -1,4 +1,4 @@
-"""Compiled libraries of other packages: found without an import and tried in a process of their own; their operators by name."""
+"""Compiled libraries of third parties: search without importing, a trial in a child process, and operators bound by name."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BoundOperator:
-    """One operator and the place of each of its arguments."""
+    """An operator of torch and the position of each of its arguments."""
 
     call: Any
-    """The overload: takes its arguments by position."""
+    """Operator overload. Arguments are passed by position."""
     place: dict[str, int]
-    """Name -> position, under the caller's names."""
+    """Position of each argument, by the name that the caller uses."""
     at_rest: tuple[Any, ...]
-    """A value for each position: the declared default, or the one that switches the argument off."""
+    """Default value for each position: the declared default, or a value that disables the argument."""
 
     @classmethod
     def of(
@@ -43,13 +43,12 @@ class BoundOperator:
         at_rest: Mapping[str, Any] | None = None,
         other_names: Mapping[str, str] | None = None,
     ) -> BoundOperator:
-        """Read the operator's schema.
+        """Bind an operator by its schema.
 
-        needed: arguments that it must have. given: arguments that it is always given where it has them. at_rest: values that
-        leave out what an argument is for, where it declares no default; an optional one is left out by None. other_names: what a
-        release calls an argument -> what the caller calls it.
-
-        :raises BackendError: an argument that is needed is missing, or one that must be given is not known.
+        needed: arguments that the operator must have. given: arguments that the caller always passes if the operator has
+            them. at_rest: values that disable an argument which declares no default; optional arguments are disabled by None.
+            other_names: map from a release's argument name to the caller's name.
+        :raises BackendError: if a needed argument is missing, or the operator requires an argument that Headway does not know.
         """
         place, values, unknown = {}, [], []
         rest, given = at_rest or {}, {*needed, *given}
@@ -70,9 +69,9 @@ class BoundOperator:
         return cls(overload, place, tuple(values))
 
     def arguments(self, **given: Any) -> list[Any]:
-        """The list of all arguments, those not given at rest.
+        """Return all arguments in order, with defaults for those that are not given.
 
-        :raises KeyError: the operator has no such argument.
+        :raises KeyError: if the operator has no such argument.
         """
         values = list(self.at_rest)
         for name, value in given.items():
@@ -80,54 +79,54 @@ class BoundOperator:
         return values
 
     def __call__(self, **given: Any) -> Any:
-        """Call it; arguments not given are at rest."""
+        """Call the operator, with defaults for the arguments that are not given."""
         return self.call(*self.arguments(**given))
 
 
 SECONDS = 120
-"""For the trial, most of it for the import of torch and 150 MB of kernels from a cold disk."""
+"""Timeout of the trial in seconds. Importing torch and reading 150 MB of kernels from a cold disk takes most of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A package that ships a library."""
+    """A package that may contain a library."""
 
     name: str
     package: str
-    """Top-level module."""
+    """Name of the top-level module."""
     pattern: str
-    """Pattern of the compiled library's file, inside the package's folder."""
+    """Glob pattern of the compiled library's file, relative to the package's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryCandidate:
-    """A compiled library that may be the one that is looked for."""
+    """A compiled library found by `LibrarySearch`."""
 
     home: str
-    """Who brought it, for texts: a package or the environment variable."""
+    """Name of the package or environment variable that provided the library, for messages."""
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class LibrarySearch:
-    """Where one library is looked for, and what tries it."""
+    """Search for one compiled library: where to look, and how to try what is found."""
 
     name: str
-    """For texts, and the file of verdicts in the cache folder."""
+    """Name of the library, for messages and for the file of cached verdicts."""
     variable: str
-    """Environment variable with the path of a compiled library; where it is set no other place is looked at."""
+    """Environment variable with the path of a compiled library. If it is set, the packages are not searched."""
     homes: tuple[Home, ...]
-    """Packages that bring the library, in the order in which they are tried."""
+    """Packages that contain the library, in the order of preference."""
     child: str
-    """Module of the process that loads a library to try it."""
+    """Module that the child process runs to load and try a library."""
 
     @property
     def hint(self) -> str:
-        """What to do where none was found."""
+        """Hint for the user if no library was found."""
         return f"install {', '.join(home.name for home in self.homes)}, or set {self.variable} to a compiled library"
 
     def candidates(self) -> Iterator[LibraryCandidate]:
-        """The libraries that are there, the preferred first."""
+        """Yield the libraries that exist, in the order of preference."""
         named = os.environ.get(self.variable)
         if named:
             yield LibraryCandidate(self.variable, Path(named).expanduser())
@@ -138,7 +137,7 @@ class LibrarySearch:
                     yield LibraryCandidate(home.name, path)
 
     def verdict(self, candidate: LibraryCandidate) -> dict[str, str]:
-        """What the child says of a library: {"namespace": ...} or {"error": ...}. A good answer is kept on disk."""
+        """Return the child process's verdict on a library: {"namespace": ...} or {"error": ...}. A success is cached on disk."""
         try:
             stat = candidate.path.stat()
         except OSError as error:
@@ -156,10 +155,10 @@ class LibrarySearch:
         return found
 
     def first(self, what: str, need: str, load: Callable[[LibraryCandidate, str], T]) -> tuple[T | None, Support]:
-        """Return what `load` makes of the first library that works; (None, why not), with a reason for each that was found.
+        """Return the result of `load` for the first library that works, or (None, the reason why each library failed).
 
-        what, need: the library and what is looked for, for texts. load: called with the namespace that the child has told; it
-        may raise OSError or BackendError where this process holds another build of the same name.
+        what, need: the library and the requirement, for messages. load: called with the namespace that the child process
+            reported. It may raise OSError or BackendError if this process has loaded another build with the same name.
         """
         refused = YES
         for candidate in self.candidates():
@@ -196,13 +195,13 @@ class LibrarySearch:
 def _folders(package: str) -> list[Path]:
     try:
         found = find_spec(package)
-    except (ImportError, ValueError):  # a module in sys.modules without a spec
+    except (ImportError, ValueError):  # a module in sys.modules has no spec
         return []
     return [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
 
 
 def ask(command: Sequence[str]) -> dict[str, str]:
-    """Run the child; its death is an answer too."""
+    """Run the child process and return its verdict. A crash or a timeout becomes {"error": ...}."""
     try:
         with Child(command) as child:
             return {str(name): str(text) for name, text in child.answer(SECONDS).items()}

@@ -1,4 +1,4 @@
-"""What is here: functions of libraries, found by importing them and never by a version, and the GPU's capability."""
+"""Capability checks: functions of libraries, found by importing them instead of by version, and the GPU's compute capability."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 from headway.core.contract.support import YES, Support
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-"""What tensor-core attention libraries take."""
+"""Element types that attention libraries on tensor cores support."""
 
 
 def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) -> tuple[Any, Support]:
-    """Import one function and look at its signature; (None, why not) if it is not there.
+    """Import a function and check its parameters. Return (function, support), or (None, the reason).
 
-    The function itself, not the package: a package without its compiled part still lists as installed, and flash-attn-4 leaves a
-    folder `flash_attn` that is no flash-attn 2.
+    The function is imported because an installed package does not prove that it exists: a package without its compiled part is
+    still listed as installed, and flash-attn-4 leaves a folder `flash_attn` that is not flash-attn 2.
     """
     try:
         found = getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:  # a library may raise anything while it loads
+    except (Exception, SystemExit) as error:  # a library may raise any exception while it loads
         text = " ".join(str(error).split())
         return None, Support.no(f"{module}.{name}", "to be importable", f"{type(error).__name__}: {text}", hint)
     support = _takes(module, name, hint, parameters, signature(found).parameters if parameters else ())
@@ -35,9 +35,9 @@ def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) ->
 
 
 def declares(module: str, name: str, hint: str, parameters: Collection[str]) -> Support:
-    """Whether a module's source has a function with these parameters, for a module whose import takes long.
+    """Return whether a module's source declares a function with these parameters, without importing the module.
 
-    torch.nn.attention.varlen imports torch's compiler, half a second to a whole one of every start, whoever serves.
+    For slow imports: torch.nn.attention.varlen imports torch's compiler, which takes 0.5 to 1 s of every start.
     """
     if module in sys.modules:
         return find(module, name, hint, parameters)[1]
@@ -61,21 +61,21 @@ def _takes(module: str, name: str, hint: str, parameters: Collection[str], taken
 
 
 def has_gpu() -> Support:
-    """Whether torch sees a CUDA device."""
+    """Return whether torch sees a CUDA device."""
     if torch.cuda.is_available():
         return YES
     return Support.no("device", "a CUDA GPU", "none")
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device; None where there is none to ask."""
+    """Return the compute capability of a CUDA device, or None for other devices or without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def at_least(needed: tuple[int, int], device: torch.device) -> Support:
-    """Whether the device's compute capability is new enough."""
+    """Return whether the device's compute capability is at least `needed`. True if the capability is unknown."""
     found = capability(device)
     if found is None or found >= needed:
         return YES

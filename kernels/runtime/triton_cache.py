@@ -1,4 +1,4 @@
-"""Where Triton keeps what it compiles: a folder that may be copied to another machine, be read-only, be damaged or be full."""
+"""Cache folder for Triton's compiled kernels that tolerates being moved, read-only, damaged or full."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def use_kernel_cache() -> None:
-    """Have Triton keep its files by `KernelCache` in this process, unless somebody has chosen a manager of his own."""
+    """Make Triton use `KernelCache` in this process, unless another cache manager is configured."""
     if knobs.cache.manager_class is None:
         knobs.cache.manager_class = KernelCache
 
 
 class KernelCache(FileCacheManager):  # type: ignore[misc]
-    """The files of one compilation, with three differences to Triton's own manager.
+    """Cache manager for the files of one compilation, with three differences from Triton's own manager.
 
-    Files are found beside the list that names them, wherever the folder lies now. What is not what was written counts as missing.
-    Where the folder cannot be written, files go to temporary memory of this process, with a warning.
+    Files are found next to the list that names them, so the folder may be moved. Files whose content does not match the stored
+    digest count as missing. If the folder is not writable, files go to a temporary folder of this process, with a warning.
     """
 
     spare_folders: ClassVar[tuple[Path, ...]] = ()
-    """Folders of this process alone; there are none before they are needed."""
+    """Temporary folders of this process, created when first needed."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
-        if override or dump:  # for people who look into compilations
+        if override or dump:  # for developers who inspect compilations
             super().__init__(key, override, dump)
             return
         self.key = key
         self.cache_dir = str(kernel_folders()[1] / key)
 
     def has_file(self, filename: str) -> bool:
-        """Whether a file is there."""
+        """Return whether a file is cached."""
         return self.get_file(filename) is not None
 
     def get_file(self, filename: str) -> str | None:
-        """Where a file is."""
+        """Return the path of a cached file, or None if it is missing."""
         folders = (Path(self.cache_dir).parent, *self.spare_folders)
         return next((str(folder / self.key / filename) for folder in folders if (folder / self.key / filename).is_file()), None)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Files that belong together, by name; None unless all are there and are what was written."""
+        """Return the paths of a group of files by name, or None if any file is missing or damaged."""
         listed = self.get_file(f"__grp__{filename}")
         if listed is None:
             return None
@@ -66,14 +66,14 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
         return {name: str(path) for name, path in paths.items()} if whole else None
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
-        """Note that files belong together."""
+        """Record that files form a group, with a digest of each."""
         digests = {name: _digest(Path(path).read_bytes()) for name, path in group.items()}
         return self.put(json.dumps({"digests": digests}), f"__grp__{filename}")
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        """Write a file; returns where it is.
+        """Write a file and return its path.
 
-        :raises OSError: neither the folder nor any temporary memory can be written.
+        :raises OSError: if neither the cache folder nor a temporary folder is writable.
         """
         content = data if isinstance(data, bytes) else str(data).encode()
         folder = Path(self.cache_dir).parent
@@ -99,7 +99,10 @@ def _digest(content: bytes) -> str:
 
 
 def _temporary_folders() -> tuple[Path, ...]:
-    """Made now, removed when the process ends. The first must allow code to be loaded, which shared memory often does not."""
+    """Create temporary folders that are removed when the process ends.
+
+    The first one must allow loading code, which shared memory often forbids.
+    """
     found = []
     for parent in dict.fromkeys((Path(tempfile.gettempdir()), _SHARED_MEMORY)):
         try:

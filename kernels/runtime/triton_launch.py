@@ -1,4 +1,4 @@
-"""Launching a compiled kernel again without Triton's argument analysis, which costs more than the kernel at small sizes."""
+"""Launching of compiled Triton kernels without Triton's argument analysis, which costs more than a small kernel."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from headway.core.contract.kernel import AHEAD
 from headway.core.contract.support import YES, Support
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
+"""Whether kernels run under Triton's interpreter, that is, TRITON_INTERPRET=1 was set when triton was imported."""
 PDL_CAPABILITY = (9, 0)
-"""The first compute capability that launches a kernel before those it depends on have ended."""
+"""Lowest compute capability with programmatic dependent launch (PDL): a kernel may start before its predecessors have ended."""
 
 Grid = tuple[int, int, int]
 
 
 class Compiled:
-    """One compiled kernel. A launch costs the host what the driver takes and little more (docs/kernels.md)."""
+    """One compiled kernel, launched with little more host time than the driver's own (docs/kernels.md)."""
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
         self._kernel = kernel
         self._constants = constants
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
-        """Launch on the current stream. arguments: in the kernel's order; addresses may stand for tensors.
+        """Launch on the current stream.
 
-        An address saves the launcher a call into Python and one into the driver, which looks the pointer up.
+        arguments: arguments in the kernel's order. A tensor may be replaced by its address, which saves the launcher a Python
+            call and a pointer lookup in the driver.
         """
         kernel = self._kernel
-        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler listens
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler is attached
             kernel[grid](*arguments, *self._constants)
             return
         active = driver.active
@@ -43,44 +44,44 @@ class Compiled:
 
 
 class BoundKernel:
-    """A compiled kernel with its grid and all arguments but the first few, for the layers of one step."""
+    """A compiled kernel with its grid and all arguments bound except the first few, shared by the layers of one step."""
 
     def __init__(self, compiled: Compiled, grid: Grid, rest: Sequence[Any]) -> None:
-        """rest: arguments after those of `__call__`; tensors among them are kept alive by the caller."""
+        """Bind the arguments that follow those of `__call__`. The caller keeps the tensors in `rest` alive."""
         self._compiled = compiled
         self._grid = grid
         self._rest = tuple(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in rest)
 
     def __call__(self, *first: Any) -> None:
-        """Launch with the first arguments, addresses or tensors."""
+        """Launch with the first arguments, as addresses or tensors."""
         self._compiled(self._grid, *first, *self._rest)
 
 
 class Launcher:
-    """Remembers what a kernel was compiled to for each `key`.
+    """A Triton kernel with a cache of its compiled variants by `key`.
 
-    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (but for those the kernel
-    does not specialise on) and equally aligned pointers: those are what Triton compiles for.
+    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (except those that are not
+    specialised) and equal pointer alignment. Triton compiles one variant for each combination of these.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._compiled: dict[Hashable, Compiled] = {}
         self._ahead: set[Hashable] = set()
-        """Keys that were compiled ahead of the first launch."""
+        """Keys of variants that were compiled ahead of their first launch."""
 
     def known(self, key: Hashable) -> Compiled | None:
-        """Return what a kernel was compiled to for a key; None before that, and while kernels are compiled ahead."""
+        """Return the compiled variant for a key, or None if it is not compiled yet or kernels are being compiled ahead."""
         return self._compiled.get(key) if AHEAD.get() is None else None
 
     def bind(
         self, key: Hashable, grid: Grid, first: Sequence[Any], pointers: Sequence[Any], rest: Sequence[Any],
         constants: Mapping[str, Any], **options: int,
     ) -> BoundKernel | None:  # fmt: skip
-        """Run the kernel as `__call__` does, and return a `BoundKernel`; None where nothing was launched by address:
-        under the interpreter, and while kernels are compiled ahead.
+        """Run the kernel like `__call__` and return a `BoundKernel`.
 
-        first, rest: all arguments; pointers: the addresses of `first`, with which the bound kernel is called.
+        None if nothing was launched by address: under the interpreter, and while kernels are compiled ahead. first, rest: all
+        arguments. pointers: the addresses of `first`, with which the bound kernel is launched.
         """
         known = self.known(key)
         if known is None:
@@ -92,10 +93,11 @@ class Launcher:
         return bound
 
     def __call__(self, key: Hashable, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int) -> None:
-        """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
+        """Run the kernel, compiling it first if needed.
 
-        options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
-        for those before it. Multiplications and additions are always fused (FMA): Triton's default changes with its release 3.10.
+        arguments: arguments in the kernel's order. constants: all compile-time constants by name. options: num_warps,
+            num_stages. If the constant PDL is true, the kernel uses programmatic dependent launch and waits for its predecessors
+            itself. FMA fusion is always enabled, because Triton's default changes in release 3.10.
         """
         known = self.known(key)
         if known is not None:
@@ -114,10 +116,10 @@ class Launcher:
 
 
 class FixedLauncher:
-    """One kernel with one set of compile-time constants, for one kind of layer: the launcher of the fused kernels.
+    """A kernel with one set of compile-time constants, for one kind of layer.
 
-    The kernel is compiled once for each combination of types and alignments that it meets. Its integer arguments, if any, must
-    not be specialised on.
+    The kernel is compiled once for each combination of argument types and alignments. Its integer arguments, if any, must not be
+    specialised.
     """
 
     def __init__(self, kernel: Any, num_warps: int, device: torch.device, constants: Mapping[str, Any]) -> None:
@@ -127,7 +129,9 @@ class FixedLauncher:
         self._constants = {**constants, "PDL": launches_early(device)}
 
     def __call__(self, grid: Grid, **arguments: Tensor | float) -> None:
-        """Run the kernel. arguments: by the kernel's own names, in its order: what a launch looks up is their order alone."""
+        """Run the kernel. arguments: named like the kernel's first parameters and in their order; later launches use only the
+        order.
+        """
         values = arguments.values()
         key = (*arguments, *[(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in values])
         known = self._launcher.known(key)
@@ -139,14 +143,14 @@ class FixedLauncher:
 
 
 class Launchers:
-    """Kernels by the constants that they are compiled with."""
+    """Launchers of kernels, by kernel and compile-time constants."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[Hashable, FixedLauncher] = {}
 
     def get(self, kernel: Any, num_warps: int, constants: Mapping[str, Any]) -> FixedLauncher:
-        """Return the launcher of a kernel, which lives as long as its module, with these constants."""
+        """Return the launcher for a kernel and its constants. The kernel must live as long as its module."""
         key = id(kernel), num_warps, *constants.values()
         launcher = self._known.get(key)
         if launcher is None:
@@ -155,16 +159,16 @@ class Launchers:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block of threads may have."""
+    """Return the maximum shared memory of a thread block, in bytes."""
     if device.type != "cuda":
-        return 128 * 1024  # nothing runs there but the interpreter
+        return 128 * 1024  # only the interpreter runs without a GPU
     properties = torch.cuda.get_device_properties(device)
     num_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return num_bytes
 
 
 def aligned(*pointers: int) -> bool | tuple[bool, ...]:
-    """Which addresses Triton compiles 16-byte accesses for; True: all."""
+    """Return which addresses are 16-byte aligned, as Triton specialises on this. True means all of them."""
     together = 0
     for pointer in pointers:
         together |= pointer
@@ -172,24 +176,26 @@ def aligned(*pointers: int) -> bool | tuple[bool, ...]:
 
 
 def specialised(*numbers: int) -> tuple[object, ...]:
-    """What Triton compiles for, of each integer argument: whether it is 1, a multiple of 16, and in 32 bits."""
+    """Return the properties of each integer that Triton specialises on: equal to 1, multiple of 16, fits 32 bits."""
     return tuple(number == 1 or (number % 16 == 0, -(2**31) <= number < 2**31) for number in numbers)
 
 
 def can_launch() -> Support:
-    """Whether Triton can run kernels here: on a GPU with a driver, or in the interpreter."""
+    """Return whether Triton can run kernels here: on a GPU with a driver, or in the interpreter."""
     if INTERPRETED or torch.cuda.is_available():
         return YES
     return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels on a device may be launched programmatically dependent (constant PDL)."""
+    """Return whether a device supports programmatic dependent launch (constant PDL)."""
     return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
 
 
 class Workspace:
-    """Buffers for partial results. They grow, and outgrown ones are kept: a captured graph may still use them."""
+    """Buffers for partial results that grow on demand. Outgrown buffers stay allocated, because a captured graph may still use
+    them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -198,14 +204,14 @@ class Workspace:
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
 
     def floats(self, count: int) -> Tensor:
-        """At least `count` float32, not initialised."""
+        """Return a buffer of at least `count` float32, not initialised."""
         if self._floats.numel() < count:
             self._kept.append(self._floats)
             self._floats = torch.empty(max(count, 2 * self._floats.numel()), device=self._device)
         return self._floats
 
     def counters(self, count: int) -> Tensor:
-        """At least `count` int32 that are zero between launches."""
+        """Return a buffer of at least `count` int32 that are zero between launches."""
         if self._counters.numel() < count:
             self._kept.append(self._counters)
             size = max(count, 2 * self._counters.numel())

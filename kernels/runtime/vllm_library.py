@@ -1,8 +1,8 @@
-"""vLLM's library of kernels, `_C_stable_libtorch`: found, tried in a process of its own, loaded, and its operators bound.
+"""vLLM's kernel library `_C_stable_libtorch`: search, trial in a child process, loading, and binding of its operators.
 
-It is built on torch's stable interface, so that it loads without vLLM and into other releases of torch than its own. One built
-for another torch may crash the process that loads it: `python -m headway.kernels.runtime.vllm_library PATH` loads a
-library, calls it once, and prints a line of JSON. The trial is a product whose answer no layout changes.
+The library uses torch's stable ABI, so it loads without vLLM and into other releases of torch. A library built for another torch
+may still crash the process that loads it. `python -m headway.kernels.runtime.vllm_library PATH` therefore loads a library, calls
+it once, and prints one line of JSON. The trial is a GEMM whose result does not depend on the weight's layout.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from headway.kernels.runtime.probe import has_gpu
 
 
 def scalar_type(exponent: int, mantissa: int, signed: bool, bias: int = 0, finite: bool = False, nan: int = 1) -> int:
-    """Number by which vLLM's operators know an element type: fields of 8, 8, 1, 32, 1 and 8 bits, the first lowest.
+    """Return vLLM's integer id of an element type: bit fields of 8, 8, 1, 32, 1 and 8 bits, starting at the lowest bit.
 
-    nan: how there are numbers that are none: 0 not at all, 1 as IEEE 754 has them, 2 with all bits set.
+    nan: encoding of NaN. 0 means no NaN, 1 means as in IEEE 754, 2 means all bits set.
     """
     return exponent | mantissa << 8 | int(signed) << 16 | bias << 17 | int(finite) << 49 | nan << 50
 
 
 INT4: Final = scalar_type(0, 4, signed=False)
-"""Whole numbers of 4 bits beside zeros, ..."""
+"""Type id of 4-bit unsigned integers with zero points."""
 INT4_LESS_8: Final = scalar_type(0, 4, signed=False, bias=8)
-"""... and those from which 8 is subtracted."""
+"""Type id of 4-bit unsigned integers from which 8 is subtracted."""
 FLOAT8: Final = scalar_type(4, 3, signed=True, finite=True, nan=2)
 FLOAT4: Final = scalar_type(2, 1, signed=True, finite=True, nan=0)
 
@@ -46,12 +46,12 @@ SEARCH: Final = LibrarySearch(
     "headway.kernels.runtime.vllm_library",
 )
 NAMESPACE: Final = "_C"
-"""Namespace of torch's operators that the library registers."""
+"""Namespace in torch.ops in which the library registers its operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What is known of one operator's arguments; see `BoundOperator.of`."""
+    """Known arguments of one operator, with the meaning of `BoundOperator.of`."""
 
     needed: frozenset[str]
     given: frozenset[str] = frozenset()
@@ -71,15 +71,15 @@ SIGNATURES: Final = {
     "cutlass_scaled_mm_supports_fp8": Signature(frozenset({"cuda_device_capability"})),
     "cutlass_scaled_mm_supports_block_fp8": Signature(frozenset({"cuda_device_capability"})),
 }
-"""The operators that are used. An argument that is unknown and must be given is a reason to leave an operator alone."""
+"""Operators that Headway calls. An operator that requires an argument not listed here is not used."""
 _SUFFIX: Final = "_or_none"
-"""Some releases end the names of optional arguments so."""
+"""Suffix that some releases append to the names of optional arguments."""
 
 
 @cache
 def find_library() -> Support:
-    """Whether vLLM's library is loaded into this process; loads the first that works, and says why not."""
-    if registered():  # by vLLM itself, whose process this is
+    """Load the first library that works, unless one is loaded already, and return whether that succeeded."""
+    if registered():  # by vLLM itself, which runs in this process
         return YES
     here = has_gpu()
     if not here:
@@ -92,13 +92,13 @@ def find_library() -> Support:
 
 
 def registered() -> list[str]:
-    """Names of the used operators that torch has."""
+    """Return the names of the used operators that are registered in torch."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas()}
     return [name for name in SIGNATURES if f"{NAMESPACE}::{name}" in names]
 
 
 def bind(*names: str) -> tuple[dict[str, BoundOperator], Support]:
-    """Bind operators of the library; ({}, why not) where one is missing or its schema is not what Headway calls."""
+    """Bind operators of the library. Return ({}, the reason) if one is missing or its schema is unknown."""
     support = find_library()
     if not support:
         return {}, support
@@ -119,7 +119,7 @@ def bind(*names: str) -> tuple[dict[str, BoundOperator], Support]:
 
 
 def examine(path: str) -> dict[str, str]:
-    """{"namespace": ...} of a library that loads and holds products, else {"error": why not}."""
+    """Try a library: {"namespace": ...} if it loads and its GEMM is correct, else {"error": the reason}."""
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -135,7 +135,7 @@ def examine(path: str) -> dict[str, str]:
 
 
 def trial(device: torch.device) -> bool:
-    """Whether ones times a weight of 128 x 128, all -8 and in whatever order, are right; True where Marlin cannot be called."""
+    """Return whether the GEMM of ones with a 128 x 128 weight of -8 is correct; True if Marlin cannot be called."""
     operators, support = bind("marlin_gemm", "gptq_marlin_repack")
     if not support:
         return True
@@ -159,4 +159,4 @@ def trial(device: torch.device) -> bool:
 
 if __name__ == "__main__":
     reply(open_replies(), examine(sys.argv[1]))
-    os._exit(0)  # what crashes while the process ends has nothing to say about the library
+    os._exit(0)  # ignore crashes during interpreter shutdown: they do not concern the library

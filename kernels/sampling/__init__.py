@@ -1,7 +1,8 @@
-"""Triton kernels that choose tokens, where they serve a device: greedy, temperature, top_k, top_p, min_p, verified drafts.
+"""Triton kernels for sampling on CUDA devices: greedy, temperature, top_k, top_p, min_p and verification of draft tokens.
 
-They exist beside FlashInfer's because a token here depends on its row's logits, filters and key alone: masses are added as
-integers and noise is a hash of key and column, so neither the batch nor the path of a step (eager, graph, verify) changes it.
+Unlike FlashInfer's kernels, they make a token depend only on its row's logits, filters and key. Probability masses are added as
+integers, and noise is a hash of key and column. The batch and the path of a step (eager, graph, verify) therefore do not change
+it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ log = logging.getLogger("headway")
 
 
 def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead | None = None) -> SamplingOps:
-    """Return the operations that choose tokens fastest on a device.
+    """Return the fastest sampling operations for a device: Triton kernels on CUDA, else torch's operations.
 
-    ahead: context in which the kernels are compiled at the same time.
+    ahead: context in which the kernels are compiled in parallel.
     """
     if device.type == "cuda":
         try:

@@ -1,4 +1,6 @@
-"""Choosing one token per row in one pass over the logits, or over a rank's part of them, and comparing drafts with tokens."""
+"""Triton kernels that select one token per row in one pass over the logits, or a rank's shard of them, and verify draft
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers
 
 
 class FusedPart:
-    """`best_of_part` and `winners` of core.sampling.candidates, with the noise of their ids; all can be captured."""
+    """`best_of_part` and `winners` of core.sampling.candidates for a rank's shard, with the noise of the shard's token ids.
+
+    CUDA graphs can capture all calls.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers = Launchers(device)
 
     def best_of_part(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
-        """See core.sampling.candidates.best_of_part. logits: rows may be strided, their elements may not."""
+        """Return the best token of a shard, see core.sampling.candidates.best_of_part. logits: rows may be strided, elements may
+        not.
+        """
         rows, width = logits.shape
         numbers = torch.empty(rows, dtype=torch.int64, device=self._device)
         if rows == 0:
@@ -47,9 +54,9 @@ class FusedPart:
         return numbers
 
     def winners(self, numbers: Tensor) -> Tensor:
-        """See core.sampling.candidates.winners."""
+        """Return the winning tokens, see core.sampling.candidates.winners."""
         ranks, rows = numbers.shape
-        # While kernels are compiled ahead nothing is launched, yet these tokens index tables.
+        # Nothing is launched while kernels are compiled ahead, yet these tokens are used as indices.
         make = torch.empty if AHEAD.get() is None else torch.zeros
         chosen = make(rows, dtype=torch.int64, device=self._device)
         launch = self._launchers.get(choose_winners, 1, {"BLOCK": triton.next_power_of_2(ranks)})
@@ -57,7 +64,7 @@ class FusedPart:
         return chosen
 
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -65,12 +72,17 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _philox(counter, key):
-    """Philox4x32-7 random bits (core.sampling.sampler): four uint32 tiles of counter's shape. counter: int32; key: one uint64."""
+    """Return Philox4x32-7 random bits (core.sampling.sampler): four uint32 tiles of counter's shape. counter: int32; key: one
+    uint64.
+    """
     left, right = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     a = counter.to(tl.uint32)
     b, c, d = tl.zeros_like(a), tl.zeros_like(a), tl.zeros_like(a)
     for _ in tl.static_range(7):
-        first, third = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57  # one instruction each, high half and low
+        first, third = (
+            a.to(tl.uint64) * 0xD2511F53,
+            c.to(tl.uint64) * 0xCD9E8D57,
+        )  # one instruction each for the high and the low half
         a, b = (third >> 32).to(tl.uint32) ^ b ^ left, third.to(tl.uint32)
         c, d = (first >> 32).to(tl.uint32) ^ d ^ right, first.to(tl.uint32)
         left, right = left + 0x9E3779B9, right + 0xBB67AE85
@@ -79,8 +91,8 @@ def _philox(counter, key):
 
 @triton.jit
 def _log2(x):
-    """The GPU's own instruction, whose error near 1 is 2^-22; tl.log2 takes 20 instructions to be more exact than is needed."""
-    if _INTERPRETED:  # which knows no libdevice
+    """Return log2 by the GPU's instruction, whose error near 1 is 2^-22. tl.log2 takes 20 instructions for unneeded accuracy."""
+    if _INTERPRETED:  # the interpreter does not support libdevice
         y = tl.log2(x)
     else:
         y = libdevice.fast_log2f(x)
@@ -89,23 +101,23 @@ def _log2(x):
 
 @triton.jit
 def _log2_exponential(bits):
-    """log2(e / log 2) for an Exp(1) number e made from 32 random bits; core.sampling.sampler bounds the uniform number."""
+    """Return log2(e / log 2) for an Exp(1) number e made from 32 random bits; core.sampling.sampler bounds the uniform number."""
     uniform = bits.to(tl.float32) * 2.3283062977608182e-10 + 1.1641532182693481e-10
-    # log(1 - u) of a small u has lost its digits in 1 - u, and the instruction's absolute error counts: a series, which at the
-    # border is as exact as the logarithm beyond, about 3e-6. Times log2(e), as all else.
+    # For small u, 1 - u loses the digits of u, and the instruction's absolute error matters: use a series. At the border it is as
+    # exact as the logarithm beyond it, about 3e-6. It includes the factor log2(e).
     series = uniform * (-1.442695041 - uniform * (0.72134752 + uniform * (0.480898347 + uniform * 0.36067376)))
     return _log2(-tl.where(uniform < 0.0625, series, _log2(1 - uniform)))
 
 
 @triton.jit
 def gumbel_argmax(logits, counter, first, begin, end, scale, key, LANES: tl.constexpr, NOISE: tl.constexpr, PART: tl.constexpr):
-    """The largest score of the four columns of each counter, its column, and whether one of the logits is NaN.
+    """Return the largest score among the four columns of each counter, its column, and whether one of the logits is NaN.
 
-    Columns are tokens, up to `end`, and with PART from `begin` on.
+    Columns are tokens below `end`; with PART, from `begin` on.
     """
     if NOISE:
         bits = _philox(counter, key)
-    # A comparison suffices, since the columns are in order.
+    # A strict comparison suffices, since the columns are in order.
     for number in tl.static_range(4):
         column = first + number * LANES
         inside = column < end
@@ -126,10 +138,10 @@ def gumbel_argmax(logits, counter, first, begin, end, scale, key, LANES: tl.cons
 @triton.jit(do_not_specialize=["stride", "vocab_size"], do_not_specialize_on_alignment=["scales", "keys"])
 def argmax_of_chunks(
     logits,  # [rows, vocab_size]
-    scales,  # float32 [rows] (NOISE, as the next one)
+    scales,  # float32 [rows] (NOISE, like keys)
     keys,  # int64 [rows]
-    scores,  # float32 [rows, chunks], written: the largest of each chunk
-    tokens,  # int64 [rows, chunks], written: its first column; -1 where the chunk holds a NaN
+    scores,  # float32 [rows, chunks], written: largest score of each chunk
+    tokens,  # int64 [rows, chunks], written: its first column; -1 if the chunk contains a NaN
     stride,
     vocab_size,
     BLOCK: tl.constexpr,
@@ -137,10 +149,10 @@ def argmax_of_chunks(
     NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Argmax of each chunk of each row. Grid (rows, chunks).
+    """Compute the argmax of each chunk of each row. Grid (rows, chunks).
 
     The score is the logit or, with NOISE, (logit * scale - log(e)) / log(2) with e ~ Exp(1): a draw by Gumbel-max
-    (core.sampling.sampler.draw). A row of scale 0 takes the logit alone, at half the cost.
+    (core.sampling.sampler.draw). A row with scale 0 uses only the logit, at half the cost.
     """
     row = tl.program_id(0).to(tl.int64)
     counter = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -154,7 +166,7 @@ def argmax_of_chunks(
 @triton.jit
 def _store_argmax(own, scales, keys, scores, tokens, row, counter, first, begin, end, LANES: tl.constexpr,
                   NOISE: tl.constexpr, PART: tl.constexpr):  # fmt: skip
-    """Store the best score of a program's chunk, and its token. own: the row's logits, from token 0 on."""
+    """Store the best score of a program's chunk, and its token. own: address of the row's logit of token 0."""
     if NOISE:
         scale = tl.load(scales + row) * 1.4426950408889634
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
@@ -173,7 +185,7 @@ def _store_argmax(own, scales, keys, scores, tokens, row, counter, first, begin,
 
 @triton.jit
 def best_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
-    """The largest score of a row's chunks, its token, and whether any chunk held a NaN."""
+    """Return the largest score of a row's chunks, its token, and whether any chunk contains a NaN."""
     chunk = tl.arange(0, BLOCK)
     inside = chunk < chunks
     score = tl.load(scores + row * chunks + chunk, mask=inside, other=float("-inf"))
@@ -185,7 +197,7 @@ def best_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
 
 @triton.jit
 def argmax_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
-    """The token of the largest score of a row's chunks, -1 if any chunk held a NaN."""
+    """Return the token of the largest score of a row's chunks; -1 if any chunk contains a NaN."""
     _, token, has_nan = best_in_row(scores, tokens, row, chunks, BLOCK)
     return tl.where(has_nan, -1, token)
 
@@ -209,24 +221,24 @@ def argmax_of_rows(
 
 @triton.jit
 def verify_drafts(
-    sampled,  # int64 [rows, WIDTH]: what came after each query token
-    ids,  # int64 [rows, WIDTH]: the query tokens
+    sampled,  # int64 [rows, WIDTH]: token sampled after each query token
+    ids,  # int64 [rows, WIDTH]: query tokens
     fill,  # int64 [rows]: number of query tokens before the new ones
     places,  # int64 [rows]: index into `newest`
     newest,  # int64, written: the last accepted token of each row
-    found,  # int64 [rows, WIDTH + 1], written: the new tokens from the first on, and how many of them are accepted
+    found,  # int64 [rows, WIDTH + 1], written: new tokens from the first on, and the number of accepted ones
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # WIDTH rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Compare drafts with sampled tokens, as core.sampling.verification does. Grid (rows)."""
+    """Compare draft tokens with sampled tokens, like core.sampling.verification. Grid (rows)."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     column = tl.load(fill + row) + place
     token = tl.load(sampled + row * WIDTH + column, mask=column < WIDTH, other=-1)
-    guess = tl.load(ids + row * WIDTH + column + 1, mask=column + 1 < WIDTH, other=-2)  # equals no token
+    guess = tl.load(ids + row * WIDTH + column + 1, mask=column + 1 < WIDTH, other=-2)  # differs from every token
     last = tl.min(tl.where(token == guess, BLOCK, place), axis=0)
     tl.store(newest + tl.load(places + row), tl.sum(tl.where(place == last, token, 0), axis=0))
     tl.store(found + row * (WIDTH + 1) + place, token, mask=place < WIDTH)
@@ -238,22 +250,27 @@ BLOCK = 4096
 
 
 class FusedSampling:
-    """`greedy` and `draw` of core.sampling.sampler, with the same noise, in two launches, `hold` in one; all can be captured."""
+    """`greedy` and `draw` of core.sampling.sampler with the same noise, in two launches, and `accept_drafts` in one.
+
+    CUDA graphs can capture all calls.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers = Launchers(device)
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], -1 where a logit is NaN."""
+        """Return the most likely token of each row of logits [rows, vocab_size]: int64 [rows], -1 if a logit is NaN."""
         return self._choose(logits, None, None)
 
     def draw(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-        """A token per row: int64 [rows], -1 where a logit is NaN. scales: float32 [rows], 0 is greedy; keys: int64 [rows]."""
+        """Draw a token per row: int64 [rows], -1 if a logit is NaN. scales: float32 [rows], 0 means greedy. keys: int64
+        [rows].
+        """
         return self._choose(logits, scales, keys)
 
     def accept_drafts(self, sampled: Tensor, ids: Tensor, fill: Tensor, places: Tensor, newest: Tensor) -> Tensor:
-        """Compare drafts as core.sampling.verification.accept_drafts does: one launch in place of a dozen of torch's."""
+        """Verify draft tokens like core.sampling.verification.accept_drafts: one launch instead of a dozen of torch's."""
         rows, width = sampled.shape
         found = torch.empty((rows, width + 1), dtype=torch.int64, device=self._device)
         launch = self._launchers.get(verify_drafts, 1, {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)})
@@ -261,9 +278,9 @@ class FusedSampling:
         return found
 
     def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Choose by two launches. logits: rows may be strided, their elements may not."""
+        """Select tokens in two launches. logits: rows may be strided, elements may not."""
         rows, vocab_size = logits.shape
-        # While kernels are compiled ahead nothing is launched, yet these tokens index tables.
+        # Nothing is launched while kernels are compiled ahead, yet these tokens are used as indices.
         make = torch.empty if AHEAD.get() is None else torch.zeros
         chosen = make(rows, dtype=torch.int64, device=self._device)
         if rows == 0:
@@ -287,7 +304,7 @@ class FusedSampling:
         return chosen
 
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 _LOW: tl.constexpr = tl.constexpr(0xFFFFFFFF)
@@ -298,21 +315,21 @@ _INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
 @triton.jit(do_not_specialize=["stride", "begin", "end"], do_not_specialize_on_alignment=["scales", "keys"])
 def argmax_of_part_chunks(
     logits,  # [rows, end - begin]
-    scales,  # float32 [rows] (NOISE, as the next one)
+    scales,  # float32 [rows] (NOISE, like keys)
     keys,  # int64 [rows]
-    scores,  # float32 [rows, chunks], written: the largest of each chunk
-    tokens,  # int64 [rows, chunks], written: its first token; -1 where the chunk holds a NaN
+    scores,  # float32 [rows, chunks], written: largest score of each chunk
+    tokens,  # int64 [rows, chunks], written: its first token; -1 if the chunk contains a NaN
     stride,
-    begin,  # tokens of this rank
+    begin,  # first token of this rank
     end,
     BLOCK: tl.constexpr,  # as in argmax_of_chunks
     LANES: tl.constexpr,
     NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`argmax_of_chunks` of some consecutive tokens of the vocabulary, whose noise is that of their ids. Grid (rows, chunks).
+    """Compute `argmax_of_chunks` for consecutive tokens of the vocabulary, with the noise of their ids. Grid (rows, chunks).
 
-    The first chunk begins with the group of 4 LANES tokens that `begin` lies in.
+    The first chunk starts with the group of 4 LANES tokens that contains `begin`.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     counter = begin // (4 * LANES) * LANES + chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -328,18 +345,18 @@ def argmax_of_part_chunks(
 def pack_best_of_rows(
     scores,  # float32 [rows, chunks]
     tokens,  # int64 [rows, chunks]
-    numbers,  # int64 [rows], written: see core.sampling.candidates.pack
+    numbers,  # int64 [rows], written: score and token, see core.sampling.candidates.pack
     chunks,
     BLOCK: tl.constexpr,  # chunks rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Reduce the chunks of each row to the number of its best token. Grid (rows)."""
+    """Reduce the chunks of each row to the packed number of its best token. Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     most, best, has_nan = best_in_row(scores, tokens, row, chunks, BLOCK)
-    # Equal scores have equal bits: -0 becomes 0.
+    # Normalise -0 to 0, so that equal scores have equal bits.
     bits = tl.where(has_nan, _NAN, tl.where(most == 0.0, 0.0, most).to(tl.int32, bitcast=True))
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     tl.store(numbers + row, (ordered.to(tl.int64) << 32) | (_LOW - tl.where(has_nan, 0, best)))
@@ -354,7 +371,7 @@ def choose_winners(
     BLOCK: tl.constexpr,  # ranks rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Take the token of each row's largest number, -1 where its score is NaN. Grid (rows)."""
+    """Select the token of each row's largest number; -1 if its score is NaN. Grid (rows)."""
     row, rank = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()

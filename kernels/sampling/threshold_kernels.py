@@ -1,11 +1,11 @@
 """Triton kernels that bracket a row's cutoff: the smallest logit that top_k and top_p keep.
 
-Tokens and their probability mass are counted at or above thresholds, which are logits of a sample of the row. The threshold that
-suffices is found by a radix search of two digits: the high digit picks eight thresholds, the low digit one of these. Masses are
-fixed-point integers (core.sampling.filtering), so that the order of additions changes no sum.
+Thresholds are logits from a sample of the row. Tokens at or above thresholds are counted, and their probability mass is added. A
+radix search with two digits finds the threshold that suffices: the high digit selects eight thresholds, the low digit one of
+these. Masses are fixed-point integers (core.sampling.filtering), so sums do not depend on the order of additions.
 """
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 import triton
 import triton.language as tl
@@ -16,65 +16,65 @@ from headway.core.sampling.filtering import LOG2E, UNIT_MASS
 _LOG2E = tl.constexpr(LOG2E)
 _UNIT = tl.constexpr(float(UNIT_MASS))
 THRESHOLDS = 64
-"""Thresholds of a row: logits of a sample in falling order, the last one -inf. The high digit selects every eighth."""
+"""Number of thresholds per row: logits of a sample in descending order, ending with -inf. The high digit selects every eighth."""
 ROUNDS = 3
-"""Counting rounds of a row: the high digit; the low digit; the low digit for top_p where a large top_k came first."""
+"""Counting rounds per row: the high digit; the low digit; and the low digit for top_p after a large top_k."""
 COUNTERS = 8 * ROUNDS + 3
-"""Counters of a row that programs add to: eight per round, the lengths of two candidate lists, the programs that have drawn."""
+"""Counters per row that programs add to: eight per round, the lengths of two candidate lists, and finished programs."""
 TILE = 1024
 """Logits that a program of four warps reads at once."""
 _THRESHOLDS, _SAMPLE, _COUNTERS = tl.constexpr(THRESHOLDS), tl.constexpr(512), tl.constexpr(COUNTERS)
 _LENGTHS, _FINISHED = tl.constexpr(8 * ROUNDS), tl.constexpr(COUNTERS - 1)
 _TILE, _LANES, _STEPS = tl.constexpr(TILE), tl.constexpr(128), tl.constexpr(TILE // 128)
 _COUNT = tl.constexpr(2**50)
-"""One token in the upper bits of a sum whose lower bits add up masses; a thread adds up fewer than a thousand of either."""
+"""One token in the upper bits of a sum whose lower bits add masses. A thread adds fewer than a thousand of each."""
 NEG_INF_KEY = tl.constexpr(-0x7F800001)
 """Sort key of -inf."""
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
-"""Sort key of NaN: greater than that of any number."""
+"""Sort key of NaN, greater than that of any number."""
 
 
 @triton.jit
 def _key_of(y):
-    """Sort keys, int32: ordered as the float32 numbers they are made from."""
+    """Return int32 sort keys, ordered like the float32 numbers they are made from."""
     bits = y.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _logit_of(sort_key):
-    """The float32 number of a sort key."""
+    """Return the float32 number of a sort key."""
     return tl.where(sort_key < 0, sort_key ^ 0x7FFFFFFF, sort_key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _values(logits, column, vocab_size, scale):
-    """Logits divided by the temperature, float32, -inf outside the row. -0 becomes 0, for both have one place in the order."""
+    """Return float32 logits divided by the temperature; -inf outside the row. -0 becomes 0, which sorts the same."""
     return tl.load(logits + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32) * scale + 0.0
 
 
 @triton.jit
 def _tile_columns():
-    """Columns of a tile, [steps, lanes]; those of one thread lie one below the other."""
+    """Return the columns of a tile, [steps, lanes]. One thread's columns are below each other."""
     return tl.arange(0, _STEPS)[:, None] * _LANES + tl.arange(0, _LANES)[None, :]
 
 
 @triton.jit
 def _tile_logits(row_logits, start, vocab_size, scale):
-    """The values of a tile. Offsets from its start are constants of a thread's instructions, which columns would not be."""
+    """Return the values of a tile. Offsets from its start are constants in the instructions, unlike columns."""
     return _values(row_logits + start, _tile_columns(), vocab_size - start, scale)
 
 
 @triton.jit
 def _mass_of(y, largest):
-    """Fixed-point probability masses (core.sampling.filtering). largest: the row's largest logit."""
+    """Return fixed-point probability masses (core.sampling.filtering). largest: the row's largest logit."""
     power = tl.where(y == largest, 0.0, (y - largest) * _LOG2E)
     return (tl.exp2(power) * _UNIT).to(tl.int64)
 
 
 @triton.jit
 def _max_key_of_row(part_max_keys, row, parts, PARTS: tl.constexpr):
-    """Sort key of a row's largest logit; NAN_KEY where a logit is NaN."""
+    """Return the sort key of a row's largest logit; NAN_KEY if a logit is NaN."""
     part = tl.arange(0, PARTS)
     return tl.max(tl.load(part_max_keys + row * parts + part, mask=part < parts, other=NEG_INF_KEY), axis=0)
 
@@ -83,9 +83,10 @@ def _max_key_of_row(part_max_keys, row, parts, PARTS: tl.constexpr):
 def _row_in_stage(
     filters, filters_stride, row, part_max_keys, targets, parts, CAPACITY: tl.constexpr, PARTS: tl.constexpr, STAGE: tl.constexpr
 ):
-    """Whether a stage searches for a row's cutoff, the sort key of its largest logit (where active), scale, top_k and top_p.
+    """Return whether a stage searches a row's cutoff, the sort key of its largest logit (if active), scale, top_k and top_p.
 
-    Stage 0 serves top_k, and top_p without top_k; stage 1 serves top_p after a top_k that keeps more than a list may hold.
+    Stage 0 is for top_k, and for top_p without top_k. Stage 1 is for top_p after a top_k that keeps more tokens than a list may
+    hold.
     """
     scale = tl.load(filters + row)
     top_k, top_p = tl.load(filters + filters_stride + row).to(tl.int32), tl.load(filters + 2 * filters_stride + row)
@@ -104,7 +105,7 @@ def _row_in_stage(
 
 @triton.jit
 def _target_of(masses, targets, row, top_k, top_p, STAGE: tl.constexpr):
-    """The count or mass that the kept tokens reach, int64, and whether the number is a mass."""
+    """Return the count or mass (int64) that the kept tokens must reach, and whether it is a mass."""
     by_mass = top_k <= 0
     target = top_k.to(tl.int64)
     if STAGE == 1:
@@ -117,16 +118,16 @@ def _target_of(masses, targets, row, top_k, top_p, STAGE: tl.constexpr):
 
 @triton.jit
 def _top_p_target(total, top_p):
-    """The mass that tokens kept by top_p reach, out of a total mass."""
+    """Return the mass that the tokens kept by top_p must reach, out of a total mass."""
     return tl.maximum((top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _select_threshold(counts, masses, row, target, by_mass, ROUND: tl.constexpr):
-    """One digit of the search among a round's eight thresholds.
+    """Search one digit among a round's eight thresholds.
 
-    Returns the number of thresholds that fall short of the target, the tokens at or above the next one, and tokens and mass at or
-    above the last that falls short.
+    Returns the number of thresholds that do not reach the target, the tokens at or above the next one, and the tokens and mass at
+    or above the last one that does not.
     """
     threshold = tl.arange(0, 8)
     at = row * _COUNTERS + 8 * ROUND + threshold
@@ -140,10 +141,11 @@ def _select_threshold(counts, masses, row, target, by_mass, ROUND: tl.constexpr)
 
 @triton.jit
 def _bracket_of(thresholds, counts, masses, row, target, by_mass, CAPACITY: tl.constexpr, STAGE: tl.constexpr):
-    """The logits between which the cutoff lies, exclusive and inclusive, and the tokens and mass above the second.
+    """Return the exclusive lower and inclusive upper logit between which the cutoff lies, and tokens and mass above the upper
+    one.
 
-    Where few tokens lie above the first, all of them belong to the bracket, and so do those equal to it where these are few too.
-    Else the cutoff may lie at the first itself.
+    If few tokens are above the lower logit, all of them are in the bracket; tokens equal to it too, if these are few. Otherwise
+    the cutoff may be the lower logit itself.
     """
     high, reached, above, mass = _select_threshold(counts, masses, row, target, by_mass, 0)
     index = high * 8 + 7
@@ -167,21 +169,21 @@ def _bracket_of(thresholds, counts, masses, row, target, by_mass, CAPACITY: tl.c
 )
 def sample_thresholds(
     logits,  # [rows, vocab_size]
-    filters,  # float32 [4, rows]: scale, 0 where a row filters nothing; top_k, 0: all; top_p; log(min_p)
-    part_max_keys,  # int32 [rows, parts], written: sort key of a part's largest logit; NAN_KEY where one is NaN
+    filters,  # float32 [4, rows]: scale, 0 if the row has no filter; top_k, 0 means all; top_p; log(min_p)
+    part_max_keys,  # int32 [rows, parts], written: sort key of a part's largest logit; NAN_KEY if one is NaN
     thresholds,  # float32 [rows, THRESHOLDS], written
     counts,  # int32 [rows, COUNTERS], set to 0
     masses,  # int64 [rows, COUNTERS], set to 0
     best,  # int64 [rows], set to the smallest number
     logits_stride,
-    filters_stride,  # between the rows of filters
-    part_size,  # logits of a part, a multiple of TILE
+    filters_stride,  # elements between the rows of filters
+    part_size,  # logits per part, a multiple of TILE
     vocab_size,
     PDL: tl.constexpr,
 ):
     """Find each row's largest logit, and rank a sample of the row to choose its thresholds. Grid (rows, 1 + parts).
 
-    The sample decides how soon the cutoff is found, never where it is.
+    The sample affects how fast the cutoff is found, but not the result.
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1) - 1, tl.num_programs(1) - 1
     if PDL:
@@ -205,12 +207,12 @@ def sample_thresholds(
             tl.store(best + row, tl.full([], -0x8000000000000000, tl.int64))
             place, slot = tl.arange(0, _SAMPLE), tl.arange(0, 32)
             y = _values(row_logits, _sample_columns(place, vocab_size), vocab_size, scale)
-            # Sorting this few takes longer than comparing each with each. Equal logits share the rank of the first.
+            # Comparing each with each is faster than sorting this few. Equal logits share the rank of the first.
             rank = tl.zeros([_SAMPLE], tl.int32)
             for start in range(0, _SAMPLE, 32):
                 other = _values(row_logits, _sample_columns(start + slot, vocab_size), vocab_size, scale)
                 rank += tl.sum((other[:, None] > y[None, :]).to(tl.int32), axis=0)
-            # The likeliest tokens lie far apart and the rest close together: the first eight, then every ninth of the sample.
+            # The likeliest tokens are far apart and the rest close together: use the first eight, then every ninth of the sample.
             for start in tl.static_range(0, _THRESHOLDS, 8):
                 threshold = start + tl.arange(0, 8)
                 active = tl.where(threshold < 8, threshold, 9 * threshold - 56)
@@ -222,7 +224,7 @@ def sample_thresholds(
 
 @triton.jit
 def _sample_columns(place, vocab_size):
-    """Columns of a sample: one of each 512th part of the row, at varying places in it."""
+    """Return the columns of a sample: one from each 512th of the row, at varying positions in it."""
     return ((place * _SAMPLE + (place * 40503) % _SAMPLE).to(tl.int64) * vocab_size) // (_SAMPLE * _SAMPLE)
 
 
@@ -234,8 +236,8 @@ def count_above_thresholds(
     filters,  # float32 [4, rows]
     part_max_keys,  # int32 [rows, parts]
     thresholds,  # float32 [rows, THRESHOLDS]
-    counts,  # int32 [rows, COUNTERS], a round's eight added to: tokens at or above its thresholds
-    masses,  # int64 [rows, COUNTERS], likewise where top_p needs a mass
+    counts,  # int32 [rows, COUNTERS]: adds the tokens at or above a round's eight thresholds
+    masses,  # int64 [rows, COUNTERS]: adds their mass, if top_p needs it
     targets,  # int64 [rows]
     logits_stride,
     filters_stride,
@@ -246,7 +248,7 @@ def count_above_thresholds(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the tokens, and where needed their mass, at or above eight thresholds. Grid (rows, parts)."""
+    """Count the tokens, and if needed their mass, at or above eight thresholds. Grid (rows, parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     STAGE: tl.constexpr = 1 if ROUND == 2 else 0
     if PDL:

@@ -1,4 +1,6 @@
-"""Top-k, top-p and min-p without a sort: list the candidates in a row's bracket, find the last kept one, and draw a token."""
+"""Triton kernels for top-k, top-p and min-p without a sort: list the candidates in a row's bracket, find the cutoff, draw a
+token.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,11 @@ from headway.kernels.sampling.threshold_kernels import (
     sample_thresholds,
 )
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 _PHILOX_COUNTERS = tl.constexpr(256)
-"""Philox counters of a tile; each yields four random numbers."""
+"""Philox counters per tile. Each yields four random numbers."""
 
 
 @triton.jit(
@@ -54,11 +56,11 @@ def list_candidates(
     filters,  # float32 [4, rows]
     part_max_keys,  # int32 [rows, parts]
     thresholds,  # float32 [rows, THRESHOLDS]
-    counts,  # int32 [rows, COUNTERS], to which the list's length is added
+    counts,  # int32 [rows, COUNTERS], adds the list's length
     masses,  # int64 [rows, COUNTERS]
     targets,  # int64 [rows]
-    candidates,  # int64 [rows, CAPACITY], written, in any order: sort key (high half) and id of each token in the bracket
-    ties,  # int32 [rows, parts], written: tokens of a part whose logit is the bracket's lower end
+    candidates,  # int64 [rows, CAPACITY], written in any order: sort key (high half) and id of each token in the bracket
+    ties,  # int32 [rows, parts], written: tokens of a part whose logit equals the bracket's lower end
     logits_stride,
     filters_stride,
     part_size,
@@ -69,7 +71,7 @@ def list_candidates(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gather the tokens of a row's bracket into one list. Grid (rows, parts)."""
+    """Collect the tokens of a row's bracket in one list. Grid (rows, parts)."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if PDL:
         gdc_wait()
@@ -89,7 +91,7 @@ def list_candidates(
         tl.store(ties + row * parts + part, tl.sum(tied, axis=0))
         count = tl.sum(mine, axis=0)
         if count > 0:
-            # One atomic reserves the places; then each thread reads its logits again and knows where its own go.
+            # One atomic reserves the positions. Then each thread reads its logits again and stores its tokens.
             place = tl.atomic_add(counts + row * _COUNTERS + _LENGTHS + STAGE, count) + tl.cumsum(mine, axis=0) - mine
             shift = 4 * tl.arange(0, _STEPS)[:, None]
             for start in range(part * part_size, end, _TILE):
@@ -100,7 +102,7 @@ def list_candidates(
                 at = place[None, :] + before
                 key = (_key_of(y).to(tl.int64) << 32) + (start + _tile_columns())
                 fits = inside & (at < CAPACITY)
-                # Stored as a row, since versions of the compiler differ in which threads store a tile.
+                # Stored as a row, since compiler versions differ in which threads store a tile.
                 at, key, fits = tl.reshape(at, [_TILE]), tl.reshape(key, [_TILE]), tl.reshape(fits, [_TILE])
                 tl.store(candidates + row * CAPACITY + at, key, mask=fits)
                 place += tl.sum(inside.to(tl.int32), axis=0)
@@ -114,7 +116,7 @@ def draw_kept(
     logits,  # [rows, vocab_size]
     filters,  # float32 [4, rows]
     keys,  # int64 [rows]: keys of the random numbers
-    counts,  # int32 [rows, COUNTERS], of which the last counts a row's finished programs
+    counts,  # int32 [rows, COUNTERS]; the last counter counts a row's finished programs
     cutoffs,  # float32 [rows]
     last_ids,  # int32 [rows]
     best,  # int64 [rows]: sort key of the largest score so far (high half) and its token (low half)
@@ -126,7 +128,7 @@ def draw_kept(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draw a token of each row among those that are kept (Gumbel-max, as `argmax_of_chunks`). Grid (rows, parts)."""
+    """Draw a token of each row among the kept tokens (Gumbel-max, like `argmax_of_chunks`). Grid (rows, parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         gdc_wait()
@@ -149,7 +151,7 @@ def draw_kept(
                         y = _values(row_logits, column, vocab_size, scale)
                         kept = (column < vocab_size) & ((y > cutoff) | ((y == cutoff) & (column <= last_id)))
                         score = tl.where(kept, y * _LOG2E - _log2_exponential(bits[number]), float("-inf"))
-                        # A comparison suffices, since a thread's columns are in order.
+                        # A strict comparison suffices, since a thread's columns are in order.
                         better = score > largest
                         largest, token = tl.where(better, score, largest), tl.where(better, column, token)
             score = tl.max(largest, axis=0)
@@ -160,7 +162,7 @@ def draw_kept(
                 tl.store(chosen + row, (winner & NAN_KEY) ^ NAN_KEY)
 
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 _BLOCK = tl.constexpr(4096)
@@ -168,7 +170,9 @@ _BLOCK = tl.constexpr(4096)
 
 @triton.jit
 def _amount_above(sort_key, mass, pivot, row_logits, vocab_size, scale, largest, overflowed, BY_MASS: tl.constexpr):
-    """Number of tokens, or their mass, int64, at or above a pivot: in the list or, where it overflowed, in the whole row."""
+    """Return the number of tokens, or their mass, at or above a pivot (int64): from the list, or from the row if the list
+    overflowed.
+    """
     if overflowed:
         amount = tl.full([], 0, tl.int64)
         for start in range(0, vocab_size, _BLOCK):
@@ -190,9 +194,9 @@ def _amount_above(sort_key, mass, pivot, row_logits, vocab_size, scale, largest,
 def _binary_search(
     sort_key, mass, above, low, end, target, row_logits, vocab_size, scale, largest, overflowed, BY_MASS: tl.constexpr
 ):
-    """The largest sort key in [low, end) at or above which the target is reached, and the amount above that key.
+    """Return the largest sort key in [low, end) at or above which the target is reached, and the amount above that key.
 
-    above: amount at or above end, which is in no list. The target is reached at low and not at end.
+    above: amount at or above end, which is not in the list. The target is reached at low, and not at end.
     """
     over, turn = above, tl.full([], 1, tl.int32)
     while end - low > 1:
@@ -210,7 +214,7 @@ def _binary_search(
 
 @triton.jit
 def _nth_equal(row_logits, column, vocab_size, scale, value, number):
-    """Column of the n-th token (n = number) whose logit equals a value, searched from a column on."""
+    """Return the column of the n-th token (n = number) whose logit equals `value`, searching from `column` on."""
     last_id = column * 0
     while (number > 0) & (column < vocab_size):
         at = column + tl.arange(0, _BLOCK)
@@ -238,10 +242,10 @@ def find_cutoffs(
     masses,  # int64 [rows, COUNTERS]
     candidates,  # int64 [rows, CAPACITY]
     ties,  # int32 [rows, parts]
-    targets,  # int64 [rows], written in stage 0: the mass that top_p keeps where stage 1 has to find the cutoff, else 0
-    cutoffs,  # float32 [rows], written: the smallest logit that is kept
-    last_ids,  # int32 [rows], written: the last kept token with that logit; -1: the row already has its token
-    chosen,  # int64 [rows], written where the list holds all kept tokens
+    targets,  # int64 [rows], written in stage 0: the mass that top_p keeps if stage 1 has to find the cutoff, else 0
+    cutoffs,  # float32 [rows], written: the smallest kept logit
+    last_ids,  # int32 [rows], written: last kept token with that logit; -1 if the row already has its token
+    chosen,  # int64 [rows], written if the list holds all kept tokens
     logits_stride,
     filters_stride,
     part_size,
@@ -253,9 +257,9 @@ def find_cutoffs(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Halve the bracket until the smallest kept logit is found, then the last kept token with that logit. Grid (rows).
+    """Bisect the bracket until the smallest kept logit is found, then find the last kept token with that logit. Grid (rows).
 
-    Where a list overflowed because the sample misled (one row in 100,000), each halving reads the whole row.
+    If a list overflowed because of an unlucky sample (one row in 100,000), each bisection step reads the whole row.
     """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -271,7 +275,7 @@ def find_cutoffs(
         cutoff, last_id = tl.full([], float("-inf"), tl.float32), tl.full([], NAN_KEY, tl.int32)
         token, later = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64)
         min_p = tl.load(filters + 3 * filters_stride + row)
-        min_p_cutoff = tl.where(min_p == float("-inf"), min_p, largest + min_p)  # a largest of +inf makes no NaN
+        min_p_cutoff = tl.where(min_p == float("-inf"), min_p, largest + min_p)  # avoids NaN if the largest logit is +inf
         has_token = max_key == NAN_KEY
         if active:
             row_logits = logits + row * logits_stride
@@ -327,7 +331,7 @@ def find_cutoffs(
                 count = tl.sum(tied.to(tl.int32), axis=0)
                 number = kept.to(tl.int32)
                 if overflowed | (count == 0):
-                    # Tokens at the bracket's lower end are in no list, but each part has counted its own.
+                    # Tokens at the bracket's lower end are not in the list, but each part has counted its own.
                     column = number * 0
                     if not overflowed:
                         part = tl.arange(0, PARTS)
@@ -366,23 +370,23 @@ def find_cutoffs(
 
 
 MAX_PROGRAMS = 924
-"""Most programs per launch, about: seven per multiprocessor run at once, each with enough logits to pay for its start."""
+"""Approximate maximum number of programs per launch: seven per SM run at once, each with enough logits to be worth its start."""
 LIST_CAPACITY = 1024, 16384
 """Smallest and largest capacity of a candidate list, in tokens."""
 _CAPACITY_SHARE = 20
-"""A list holds 1 / 20 of the vocabulary: two to three times as many tokens as lie between two thresholds."""
+"""A list holds 1 / 20 of the vocabulary: two to three times the tokens between two thresholds."""
 _MAX_ROWS = 256
-"""Rows served together, which bounds the memory for lists at 32 MiB."""
+"""Rows per launch, which limits the memory for lists to 32 MiB."""
 
 
 class TopKTopPSampler:
     """`Filter` of core.sampling.filtering in nine launches that a CUDA graph can capture.
 
     Each row's tokens are counted above a few thresholds from a sample of the row, then above a few between two of these. The
-    tokens between two thresholds are listed, and the last kept one is searched for in the list. A second such search, for a top_p
-    after a large top_k, costs the other rows no more than its launches. Then a token is drawn from the kept ones, by the search
-    itself where the list holds all of them. Counts and masses are integers: no row's token depends on its neighbours or on the
-    number of programs.
+    tokens between two thresholds are listed, and the last kept one is searched in the list. A second search handles top_p after a
+    large top_k; it costs other rows only its launches. Then a token is drawn from the kept ones, by the search itself if the list
+    holds all of them. Counts and masses are integers, so a row's token depends neither on other rows nor on the number of
+    programs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -390,10 +394,12 @@ class TopKTopPSampler:
         self._launchers = Launchers(device)
 
     def __call__(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-        """Draw as core.sampling.filtering says. The elements of a row of logits must be contiguous; other strides are free."""
+        """Draw tokens as described in core.sampling.filtering. The elements of a row of logits must be contiguous; other strides
+        are free.
+        """
         others, keys = others.contiguous(), keys.contiguous()
         filters = filters if filters.stride(1) == 1 else filters.contiguous()
-        make = torch.empty if AHEAD.get() is None else torch.zeros  # see FusedSampling
+        make = torch.empty if AHEAD.get() is None else torch.zeros  # as in FusedSampling
         chosen = make(len(logits), dtype=torch.int64, device=self._device)
         for first in range(0, len(logits), _MAX_ROWS):
             part = slice(first, first + _MAX_ROWS)
@@ -423,7 +429,7 @@ class TopKTopPSampler:
         found["chosen"] = chosen
         strides = {"logits_stride": logits.stride(0), "filters_stride": filters.stride(0), "part_size": part_size}
         behind: dict[str, int] = {**strides, "vocab_size": vocab}
-        """The arguments with which most kernels end."""
+        """Last arguments of most kernels."""
 
         get(sample_thresholds, 4, {})((rows, 1 + parts, 1), **read, **bracket, best=best, **behind)
         get(count_above_thresholds, 4, {"ROUND": 0, **limits})(grid, **read, **bracket, targets=targets, **behind)

@@ -1,1 +1,3 @@
-"""Operations of a decoder's step: norms, RoPE, activations, latent attention, fused with linear layers on a GPU."""
+"""Operations of a decoder's step: norms, rotary embeddings (RoPE), activations, latent attention, fused with linear layers on
+GPUs.
+"""

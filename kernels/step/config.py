@@ -1,4 +1,4 @@
-"""Names and sizes that a model's configuration and the kernels share: activations, and multi-head latent attention."""
+"""Names and sizes that model configurations and kernels share: activations and multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ GateActivation = Literal["silu", "sigmoid", "none"]
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Latent attention in place of heads of keys and values (MLA, DeepSeek-V2)."""
+    """Sizes of multi-head latent attention (MLA, DeepSeek-V2)."""
 
     kv_lora_rank: int
-    """Elements of the latent that keys and values are expanded from."""
+    """Elements of the latent from which keys and values are computed."""
     qk_nope_head_dim: int
-    """Elements of a query and key head that are not rotated."""
+    """Elements of a query or key head without rotary embedding."""
     qk_rope_head_dim: int
-    """Elements that are rotated; the key's are shared by all heads."""
+    """Elements of a query or key head with rotary embedding. All heads share the key's."""
     v_head_dim: int
     q_lora_rank: int | None = None
-    """Elements of the queries' latent; None: queries are a plain product."""
+    """Elements of the queries' latent. None means that one linear layer computes the queries."""
     interleaved: bool = True
-    """Whether the checkpoint rotates neighbouring elements with each other instead of the two halves."""
+    """True if the checkpoint rotates adjacent elements with each other (interleaved RoPE) instead of the two halves."""
 
     @property
     def q_dim(self) -> int:
-        """Elements of a head of query and key."""
+        """Elements of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Elements cached of a token: a latent, and behind the latent the key's rotated part."""
+        """Elements cached per token: the latent, followed by the key's rotary part."""
         return self.kv_lora_rank + self.qk_rope_head_dim

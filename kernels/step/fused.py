@@ -1,4 +1,4 @@
-"""A decoder's operations on a GPU: few launches, and products of up to 128 rows by kernels of ours."""
+"""Fused operations of a decoder on a GPU: few launches, and Headway's own GEMV and GEMM kernels for up to 128 rows."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, ga
 class Fused(Operations):
     """Operations of one model, on a GPU or under Triton's interpreter.
 
-    No call synchronises or looks at values, so all of it can be captured in a CUDA graph, and a graph runs the kernels that the
-    same number of rows gets without one. The residual stream is kept in the model's dtype, as vLLM keeps it.
+    No call synchronises or reads values on the host, so all of them can be captured in a CUDA graph. A graph runs the same
+    kernels as an eager step with the same number of rows. The residual stream has the model's dtype, as in vLLM.
     """
 
     def __init__(
         self, inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
     ) -> None:
-        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: for linear layers; experts: for
-        layers of experts; None means Headway's own."""
+        """Prepare the operations.
+
+        inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: kernels for linear layers. experts:
+            options for MoE layers. None means Headway's own kernels.
+        """
         self.kernels = kernels or builtin_kernels(inv_freq.device, ON_GPU)
         self._inv_freq = inv_freq
         self._factors = factors
@@ -66,15 +69,17 @@ class Fused(Operations):
         return launcher
 
     def choice_for(self, linear: Linear, gated: bool) -> LinearChoice:
-        """The choice for a layer, which counts as one of its kind from now on."""
+        """Return the kernel choice for a layer, and count the layer as one of its kind."""
         choice = self.kernels.choice(linear.spec(self._device, gated))
-        choice.compute = self._gated_alone if gated else self._alone
+        choice.compute = self._compute_gated if gated else self._compute_one
         choice.add(linear)
         linear.choice = linear.choice or choice
         return choice
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """See Operations. Over plain weights a rule chooses, unless a third party's kernel takes part."""
+        """Return the choices to measure. Dense weights are included only if a third party's kernel is a candidate; else a rule
+        chooses.
+        """
         choices = []
         for linear, gated in products:
             choice = self.choice_for(linear, gated)
@@ -83,21 +88,22 @@ class Fused(Operations):
                 choices.append(choice)
         return list(dict.fromkeys(choices))
 
-    def _alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
-        """Return the product by one kernel, as `LinearChoice.compute` says."""
+    def _compute_one(self, name: str, x: Tensor, linear: Linear) -> Tensor:
+        """Compute a linear layer by the named kernel, for `LinearChoice.compute`."""
         kernel = self.choice_for(linear, gated=False).kernels[name]
         return bound_step(self, linear, kernel, None, x.shape[0])(x)
 
-    def _gated_alone(self, name: str, x: Tensor, linear: Linear) -> Tensor:
-        """Return a gated product by one kernel, as `LinearChoice.compute` says."""
+    def _compute_gated(self, name: str, x: Tensor, linear: Linear) -> Tensor:
+        """Compute a gated linear layer by the named kernel, for `LinearChoice.compute`."""
         kernel = self.choice_for(linear, gated=True).kernels[name]
         norm = Norm(x.new_ones(x.shape[1]), 1e-6)
         return bound_step(self, linear, kernel, None, x.shape[0])(x, norm=norm, gated=True, activation="silu")
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """The norm's weight goes into the product's, whose result a kernel after it scales by row: a launch less from 17 rows on.
+        """Fold the norm's weight into the linear layer; a later kernel scales each row. Saves a launch from 17 rows on.
 
-        In bfloat16 alone, where a row of any size fits; and for rows so short that each program of that kernel may read them.
+        Only for bfloat16, whose range fits unnormalised rows, and for rows so short that each program of the later kernel can
+        read one.
         """
         dense = isinstance(linear.weight, Tensor) and linear.weight.dtype == torch.bfloat16
         if not dense or linear.in_features > _SHORT or linear.bias is not None or norm.bias is not None:
@@ -107,7 +113,7 @@ class Fused(Operations):
         return Norm(torch.ones_like(norm.weight, dtype=torch.bfloat16), norm.eps, absorbed=True), Linear(weight)
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """One launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
+        """Embed in one launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
         table, places, (ropes, half) = embed.table, embed.positions, self._inv_freq.shape
         num_tokens, hidden = input_ids.shape[0], table.shape[1]
         x = torch.empty(num_tokens, hidden, dtype=table.dtype, device=self._device)
@@ -143,7 +149,7 @@ class Fused(Operations):
         return self._norm(x, norm, residual)
 
     def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
-        """x: [rows, size], contiguous. The residual, to which the norm is added, or the norm by itself."""
+        """Return the norm of x [rows, size] (contiguous), added in place to `residual` if it is given."""
         rows, size = x.shape
         y = torch.empty_like(x) if residual is None else residual
         if rows:
@@ -161,22 +167,24 @@ class Fused(Operations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One launch for few rows, else two or three; q, k and v are views of the product.
+        """One launch for few rows, else two or three. q, k and v are views of the GEMM's output.
 
-        Without a rotation, one or two; four more where heads are normed without one, or all as one.
+        Without RoPE, one or two. Four more if heads are normed without RoPE, or all heads are normed as one.
         """
         x, norm = self._before(x, norm)
         alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
         rotated = None if rope is None or alone else (heads, rope)
         step = bound(self, linear, x.shape[0], heads=None if rotated is None else heads)
-        return self._turned(step(x, norm=norm, rotated=rotated), heads, rope if alone else None, alone)
+        return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if alone else None, alone)
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """One launch, in place; four more where heads are normed without a rotation, or all as one."""
-        return self._turned(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """One launch, in place. Four more if heads are normed without RoPE, or all heads are normed as one."""
+        return self._split_heads(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
-    def _turned(self, qkv: Tensor, heads: Heads, rope: Rope | None, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of a product. rope: None: nothing is left to be rotated; alone: heads are normed in launches before."""
+    def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v as views of `qkv`. rope: None means no rotation is left to apply. alone: heads are normed in separate
+        launches.
+        """
         if alone:
             heads = self._norm_heads(qkv, heads)
         if rope is not None:
@@ -186,11 +194,11 @@ class Fused(Operations):
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """What a kernel that norms its input is given: it knows RMSNorm alone, so that LayerNorm goes before it."""
+        """Return the input for a kernel that fuses RMSNorm only: a LayerNorm is applied first."""
         return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
 
     def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
-        """Norm the heads of q and of k by themselves, in place; the heads as they are then."""
+        """Norm the heads of q and of k in place, by separate launches. Return the heads without norms."""
         assert heads.q_norm is not None
         assert heads.k_norm is not None
         q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -202,7 +210,9 @@ class Fused(Operations):
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: RowScale | None) -> None:
-        """One launch, in place. scaled_by: the rows whose norm is still to be divided by, and epsilon."""
+        """Norm and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied, and
+        epsilon.
+        """
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
         touched = heads.num_heads + heads.num_kv_heads if scaled_by is None else all_heads
@@ -232,21 +242,21 @@ class Fused(Operations):
             )
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
+        """One launch for few rows, two for tiles, else three. One more for a LayerNorm, and for strided rows."""
         x, norm = self._before(x.contiguous(), norm)
         return bound(self, linear, x.shape[0])(x, norm=norm, activation=activation)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
+        """One launch for few rows, two for tiles, else two or three. One more for a LayerNorm."""
         x, norm = self._before(x, norm)
         return bound(self, linear, x.shape[0], gated=True)(x, norm=norm, gated=True, activation=activation)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """One launch where gated, else torch's."""
+        """One launch if gated, else torch's."""
         return self.gated(y, activation, None) if gated else ACTIVATE[activation](y)
 
     def gated(self, both: Tensor, activation: Activation, scaled_by: RowScale | None) -> Tensor:
-        """One launch. scaled_by: the rows whose norm is still to be multiplied by, and epsilon."""
+        """Activate and multiply in one launch. scaled_by: rows whose RMSNorm factor is still to be applied, and epsilon."""
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
@@ -262,24 +272,24 @@ class Fused(Operations):
         return y
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """Add the product to the residual in place; the addition is a part of the product where its kernel fuses that."""
+        """Add the linear layer's output to the residual in place, inside the GEMM if its kernel fuses the addition."""
         return bound(self, linear, x.shape[0])(x, add_to=residual)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
-        """One launch, in place; two more where nothing is rotated, for a cos and sin that leave all as it is."""
+        """One launch, in place. Without RoPE, two more for an identity cos and sin."""
         if rope is None:
             size = q.shape[0], config.qk_rope_head_dim // 2
             rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)
-        return self._latent.turn(q, latent, config, norm, rope)
+        return self._latent.rotate(q, latent, config, norm, rope)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:
-        """All layers share launchers."""
+        """Make the layer; all layers share launchers."""
         return FusedLatentLayer(expanded, config, kv_b, self._latent)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-        """One launch; some of torch's where ranks share the norm, and where one program cannot hold a group."""
+        """One launch. Several of torch's if ranks share the norm, or if a group is too long for one program."""
         norm, (rows, width) = gate.norm, x.shape
         if norm is not None and (norm.share is not None or gate.size > _LONGEST):
             return apply_gate(x, by, gate)
@@ -304,14 +314,14 @@ class Fused(Operations):
         return y
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
-        """See Operations. Layers of one kind share launchers, counters, and the choice between kernels."""
+        """Bind a layer of experts. Layers of one kind share launchers, counters and the choice between kernels."""
         return self._experts.bind(config, weights, norm)
 
 
 def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool = False) -> ExpertsLayers:
-    """Return what makes layers of experts on a GPU: norm, router and choice are one launch.
+    """Return a factory for MoE layers on a GPU that runs norm, router and top-k in one launch.
 
-    invariant: a token's bits do not depend on the other tokens or their number.
+    invariant: True if a token's bits must not depend on the other tokens or their number.
     """
 
     def front(config: ExpertsConfig) -> Front:
@@ -326,7 +336,7 @@ def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool
 
 
 def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsLayers:
-    """Return `fused_experts` whose layers have one kernel of Headway's each, the same for any number of tokens."""
+    """Return `fused_experts` whose layers use one Headway kernel each for any number of tokens (deterministic mode)."""
 
     def able(device_type: str) -> list[type[ExpertsKernel]]:
         return [*invariant_kernels(), *(each for each in options.able(device_type) if not is_own(each))]
@@ -335,15 +345,15 @@ def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsL
 
 
 _ROTATED = 512
-"""Elements of half heads that one program of two warps turns: eight a thread, one 16-byte access in half precision."""
+"""Half-head elements that one program of two warps rotates (RoPE): eight per thread, one 16-byte access in half precision."""
 _GATED = 1024
-"""Likewise for activate-and-multiply, four warps."""
+"""Elements that one program of four warps handles in activate-and-multiply."""
 _LONGEST = 8192
-"""Elements of a group that one program of eight warps norms."""
+"""Maximum elements of a group that one program of eight warps norms."""
 _SHORT = 2048
-"""Elements of a row that every program of those two may read for the sum of its squares, 4 KB out of L2."""
+"""Maximum elements of a row for which every program of the next kernel recomputes the sum of squares: 4 KB read from L2."""
 
 
 def _row_sizes(size: int) -> dict[str, int]:
-    """Compile-time constants for the rows of a norm; 0: there is none."""
+    """Return the compile-time constants for rows whose RMSNorm factor is applied. 0 means none."""
     return {"ROW": size, "BLOCK_ROW": triton.next_power_of_2(max(size, 1))}

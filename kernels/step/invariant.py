@@ -1,4 +1,6 @@
-"""Batch-invariant operations: a row's bits depend on no other row, because every product runs in tiles of one fixed shape."""
+"""Batch-invariant operations (deterministic mode): every GEMM has a fixed number of rows, so a row's bits depend on no other
+row.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,21 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, Rope, add_one_by_one, experts_by, softcap
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
-"""Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
-at the memory's rate has the matrix units busy as well, so that neither a decode nor a prompt pays more than it must."""
+"""Rows of a GEMM, by device type.
+
+On a CPU, the rows that the packed weights are made for. On a GPU, about the point at which a GEMM limited by memory bandwidth
+also saturates the tensor cores, so that neither decode nor prefill pays more than it must.
+"""
 
 log = logging.getLogger("headway")
 Softcap = Callable[[Tensor, float], Tensor]
 
 
 class InvariantOperations:
-    """Operations whose products always have the same number of rows: inputs are padded with rows of zeros.
+    """Operations whose GEMMs always have the same number of rows: inputs are padded with rows of zeros.
 
-    A library picks a product's kernel, and with it the order of its sums, by the shape: one shape is one order. Within a tile a
-    row's place must not matter, which `check` tests. All other operations work row by row anyway.
+    A library selects a GEMM kernel, and so the order of summation, by shape: one shape means one order. A row's position in a
+    tile must not matter, which `check` tests. All other operations are independent per row anyway.
     """
 
     def __init__(
@@ -43,8 +48,11 @@ class InvariantOperations:
         cap: Softcap,
         experts: ExpertsOptions | None = None,
     ) -> None:
-        """rows: rows of every product; activate: functions of a matrix by activation; cap: as Operations.softcap; experts: see
-        TorchOperations."""
+        """Wrap `inner`.
+
+        rows: rows of every GEMM. activate: functions by activation. cap: replaces Operations.softcap. experts: see
+            TorchOperations.
+        """
         self._inner = inner
         self._experts_options = replace(experts or ExpertsOptions(), invariant=True)
         self._experts: ExpertsLayers | None = None
@@ -59,33 +67,35 @@ class InvariantOperations:
         self.softcap = cap
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """As they are."""
+        """Return the arguments unchanged."""
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return those in which a third party's kernel takes part, which is tried at the start; nothing is chosen by times."""
+        """Return the choices with a third party's kernel as a candidate, to try it at the start. Nothing is chosen by measured
+        times.
+        """
         return [choice for choice in self._inner.linear_choices((linear, False) for linear, _ in products) if choice.is_open]
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """See Operations."""
+        """Return the linear layer's output, computed in tiles of a fixed number of rows."""
         if linear.choice is not None and linear.choice.is_invariant:
             return self._inner.product(x, linear, out)
         expanded = isinstance(linear.weight, Tensor)
         tiles = self._tiles(x)
         whole = torch.cat([linear(tile) if expanded else self._inner.product(tile, linear) for tile in tiles])[: x.shape[0]]
-        return whole if out is None else out.copy_(whole)  # whose last tile may be longer than what is left of `out`
+        return whole if out is None else out.copy_(whole)  # the last tile may be longer than what is left of `out`
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """See Operations."""
+        """Return norm, linear layer and activation, computed in tiles."""
         y = self.product(self._normed(x, norm), linear)
         return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """See Operations."""
+        """Return norm and gated linear layer, computed in tiles."""
         return self.activated(self.product(self._normed(x, norm), linear), activation, gated=True)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """See Operations."""
+        """Return the activation, or the activation of the first half times the second."""
         if not gated:
             return self._activate[activation](y)
         gate, up = y.chunk(2, dim=1)
@@ -94,22 +104,22 @@ class InvariantOperations:
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations."""
-        return self._by_tile(lambda rows, turn: self._inner.norm_qkv(rows, norm, linear, heads, turn), x, rope)
+        """Return q, k and v, computed in tiles."""
+        return self._by_tile(lambda rows, tile_rope: self._inner.norm_qkv(rows, norm, linear, heads, tile_rope), x, rope)
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """See Operations."""
-        return self._by_tile(lambda rows, turn: self._inner.turn_heads(rows, heads, turn), qkv, rope)
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of a linear layer's output, normed and rotated in tiles."""
+        return self._by_tile(lambda rows, tile_rope: self._inner.rotate_heads(rows, heads, tile_rope), qkv, rope)
 
     def _by_tile(
         self, step: Callable[[Tensor, Rope | None], tuple[Tensor, Tensor, Tensor]], x: Tensor, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v that a step gives of the rows of x, tile by tile."""
+        """Apply a step to x in tiles of rows, and return the concatenated q, k and v."""
         tiles = self._tiles(x)
-        turns: Iterable[Rope | None] = [None] * len(tiles)
+        tile_ropes: Iterable[Rope | None] = [None] * len(tiles)
         if rope is not None:
-            turns = zip(self._tiles(rope[0]), self._tiles(rope[1]), strict=True)
-        parts = [step(rows, turn) for rows, turn in zip(tiles, turns, strict=True)]
+            tile_ropes = zip(self._tiles(rope[0]), self._tiles(rope[1]), strict=True)
+        parts = [step(rows, tile_rope) for rows, tile_rope in zip(tiles, tile_ropes, strict=True)]
         q, k, v = (torch.cat([part[place] for part in parts])[: x.shape[0]] for place in range(3))
         return q, k, v
 
@@ -117,15 +127,15 @@ class InvariantOperations:
         return x if norm is None else self.norm(x, norm)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """See Operations."""
+        """Return residual + linear layer, computed in tiles."""
         return residual + self.product(x, linear)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """See Operations."""
+        """Return residual + the linear layers, added one by one."""
         return add_one_by_one(self, residual, terms)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
-        """See Operations. Rows do not depend on each other in Headway's own kernels; on a GPU all are in one tiling."""
+        """Bind a layer of experts. Headway's kernels compute rows independently; on a GPU all use one tiling."""
         if self._experts is None:
             if weights.router.is_cuda:
                 from headway.kernels.step.fused import invariant_experts
@@ -136,14 +146,14 @@ class InvariantOperations:
         return self._experts.bind(config, weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
-        """x: [rows, ...]. At least one tile, for a step may sample no row at all; copies, which begin at aligned addresses."""
+        """Split x [rows, ...] into padded tiles. At least one, since a step may sample no row; copies, so each is aligned."""
         missing = -x.shape[0] % self._rows if x.shape[0] else self._rows
         return torch.split(pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)), self._rows)
 
     def check(self, linears: Iterable[Linear]) -> None:
-        """Try one product of each shape and form: rows moved within a tile, and a row among zeros, must keep their bits.
+        """Try one GEMM per shape and weight format: rows moved within a tile, and a row among zeros, must keep their bits.
 
-        :raises ModelError: they do not on this machine, with these libraries and threads.
+        :raises ModelError: if they do not, with this machine, libraries and threads.
         """
         tried = {(linear.in_features, linear.out_features, _form(linear)): linear for linear in linears}
         for (in_features, out_features, form), linear in tried.items():
@@ -160,31 +170,31 @@ class InvariantOperations:
 
 
 def _form(linear: Linear) -> str:
-    """What the layer's product reads, in words."""
+    """Return a description of the weight that the layer reads."""
     if isinstance(linear.weight, Tensor):
         return "packed of fewer bits" if linear.reads_quantized else "plain"
     return str(WeightFormat.of(linear.weight))
 
 
 def silu_by_exp(x: Tensor) -> Tensor:
-    """SiLU on a CPU, where torch's own takes another exponential for what is left over at the end of a thread's share."""
+    """Return SiLU on a CPU. torch's own uses a different exponential for the last elements of a thread's share."""
     wide = x.float()
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
 def gelu_by_exp(x: Tensor) -> Tensor:
-    """GELU's approximation by tanh on a CPU, for the same reason: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y))."""
+    """Return GELU by the tanh approximation on a CPU, as (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), like `silu_by_exp`."""
     wide = x.float()
     return (wide / (1 + torch.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))).to(x.dtype)
 
 
 def gelu_in_double(x: Tensor) -> Tensor:
-    """GELU on a CPU: what is left over differs in the last bits of float64, which the rounding drops."""
+    """Return GELU on a CPU, in float64. Position-dependent differences in the last bits of float64 vanish in the rounding."""
     return gelu(x.double()).to(x.dtype)
 
 
 def softcap_by_exp(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap) in place, on a CPU: tanh(y) = 1 - 2 / (1 + exp(2 y))."""
+    """Return cap * tanh(logits / cap), in place, on a CPU: tanh(y) = 1 - 2 / (1 + exp(2 y))."""
     return logits.copy_(cap - 2 * cap / (1 + torch.exp(logits.float() * (2 / cap))))
 
 
@@ -195,17 +205,16 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": relu,
     "relu2": ACTIVATE["relu2"],
 }
-"""Activations whose bits are the same wherever an element lies."""
+"""Activations whose bits do not depend on an element's position."""
 
 
 def invariant_operations(
     operations: Operations, linears: Iterable[Linear], device: torch.device, experts: ExpertsOptions | None = None
 ) -> Operations:
-    """Wrap operations of a device so that the rows of the given products keep their bits.
+    """Wrap a device's operations so that the rows of the given linear layers keep their bits in any batch.
 
-    Products over quantised weights have one way each, by the rule for a tile's rows, whatever times are kept; the log names it.
-
-    :raises ModelError: a product's rows depend on their place (`InvariantOperations.check`).
+    Each quantized layer uses one kernel, selected by the rule for a tile's rows regardless of cached times; the log names it.
+    :raises ModelError: if a GEMM's rows depend on their position (`InvariantOperations.check`).
     """
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
     linears, rows = list(linears), TILE_ROWS[device.type]

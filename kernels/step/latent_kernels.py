@@ -1,6 +1,6 @@
-"""What stands around latent attention, a launch each: norm and rotation, queries absorbed, attended latents projected.
+"""Triton kernels around latent attention (MLA), one launch each: norm and RoPE, query absorption, projection of attended latents.
 
-Sums are float32. PDL: see step_kernels.py; weights are asked for before the wait, since no kernel writes them.
+Sums are float32. PDL: see step_kernels.py. Weights are loaded before the wait, since no kernel writes them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import Norm, PlainLatentLayer, Rope
 
-# Triton reads annotations when it compiles: no deferred ones here.
+# Triton reads annotations at compile time, so they must not be deferred here.
 
 
 @triton.jit
-def turn_latent(
-    q_ptr,  # [num_tokens, HEADS, NOPE + 2 HALF], a row every Q_ROW elements; the last 2 HALF of each head are overwritten
-    latent_ptr,  # [num_tokens, RANK + 2 HALF], a row every LATENT_ROW elements, overwritten
+def norm_and_rotate_latents(
+    q_ptr,  # [num_tokens, HEADS, NOPE + 2 HALF], row stride Q_ROW; the last 2 HALF of each head are overwritten
+    latent_ptr,  # [num_tokens, RANK + 2 HALF], row stride LATENT_ROW, overwritten
     norm_ptr,  # [RANK]
     cos_ptr,  # float32 [num_tokens, HALF]
     sin_ptr,
@@ -40,9 +40,9 @@ def turn_latent(
     BLOCK_RANK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """RMSNorm of the latents, RoPE (Su et al. 2021) of what follows them and of the end of each query head.
+    """RMSNorm of the latents, and RoPE (Su et al. 2021) of the key part after them and of the end of each query head.
 
-    Grid (num_tokens, 1 + cdiv(HEADS, BLOCK_H)): the first program of a token takes the latent, the others queries.
+    Grid (num_tokens, 1 + cdiv(HEADS, BLOCK_H)): the first program of a token handles the latent, the others queries.
     """
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_HALF)
@@ -58,16 +58,16 @@ def turn_latent(
         x = tl.load(row + r, mask=r < RANK, other=0.0).to(tl.float32)
         y = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * weight
         tl.store(row + r, y.to(latent_ptr.dtype.element_ty), mask=r < RANK)
-        _turn(row + RANK + h, cos, sin, h < HALF, HALF)
+        _rotate(row + RANK + h, cos, sin, h < HALF, HALF)
     else:
         head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         at = q_ptr + token * Q_ROW + head * (NOPE + 2 * HALF) + NOPE + h[None, :]
-        _turn(at, cos[None, :], sin[None, :], (head < HEADS) & (h < HALF)[None, :], HALF)
+        _rotate(at, cos[None, :], sin[None, :], (head < HEADS) & (h < HALF)[None, :], HALF)
 
 
 @triton.jit
-def _turn(at, cos, sin, mask, HALF: tl.constexpr):
-    """Turn the elements at `at` with those HALF further on."""
+def _rotate(at, cos, sin, mask, HALF: tl.constexpr):
+    """Rotate the elements at `at` with the elements HALF further on (RoPE)."""
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, (low * cos - high * sin).to(at.dtype.element_ty), mask=mask)
@@ -76,7 +76,7 @@ def _turn(at, cos, sin, mask, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def absorb_queries(
-    q_ptr,  # [rows, HEADS, NOPE + ROPE], a row every Q_ROW elements
+    q_ptr,  # [rows, HEADS, NOPE + ROPE], row stride Q_ROW
     weight_ptr,  # [HEADS, NOPE + VALUE, RANK]
     y_ptr,  # [rows, HEADS, RANK + ROPE], written
     rows,
@@ -90,11 +90,13 @@ def absorb_queries(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # NOPE rounded up to a power of two
     BLOCK_ROPE: tl.constexpr,
-    DOT: tl.constexpr,  # what the matrix units multiply
+    DOT: tl.constexpr,  # type of the operands of tl.dot
     PDL: tl.constexpr,
 ):
-    """y = q W for the first NOPE elements of each head, the others as they are. Grid (cdiv(RANK, BLOCK_N), HEADS, cdiv(rows,
-    BLOCK_M))."""
+    """y = q W (GEMM per head) for the first NOPE elements; the others are copied.
+
+    Grid (cdiv(RANK, BLOCK_N), HEADS, cdiv(rows, BLOCK_M)).
+    """
     head = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -120,7 +122,7 @@ def absorb_queries(
 def project_latents(
     x_ptr,  # [rows, HEADS, RANK]
     weight_ptr,  # [HEADS, NOPE + VALUE, RANK]
-    y_ptr,  # [rows, HEADS, VALUE], a row every Y_ROW elements, written
+    y_ptr,  # [rows, HEADS, VALUE], row stride Y_ROW, written
     rows,
     HEADS: tl.constexpr,
     NOPE: tl.constexpr,
@@ -133,7 +135,7 @@ def project_latents(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x W^T for each head. Grid (cdiv(VALUE, BLOCK_N), HEADS, cdiv(rows, BLOCK_M))."""
+    """y = x W^T (GEMM) for each head. Grid (cdiv(VALUE, BLOCK_N), HEADS, cdiv(rows, BLOCK_M))."""
     head = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -152,27 +154,27 @@ def project_latents(
 
 
 MAX_ROWS = 256
-"""Rows up to which our kernels absorb and project; from there on cuBLAS's batched product has enough to do."""
+"""Maximum number of rows for these kernels. Above it, cuBLAS's batched GEMM has enough work."""
 _BLOCK_M = 16
 _ABSORBED, _PROJECTED = 64, 16
-"""Columns of a program: so that a model of 16 heads has a program for every multiprocessor."""
+"""Columns per program, chosen so that a model with 16 heads has a program for every SM."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class LatentKernels:
-    """The launchers of one model."""
+    """Launchers of one model, for the kernels around latent attention."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers = Launchers(device)
 
-    def turn(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
-        """See Operations.rotate_latent; in place."""
+    def rotate(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Norm latents and rotate queries and keys in place, see Operations.rotate_latent."""
         (num_tokens, q_size), half = q.shape, config.qk_rope_head_dim // 2
         heads = q_size // config.q_dim
         if num_tokens:
             block_half = triton.next_power_of_2(half)
-            block_h = min(triton.next_power_of_2(heads), max(1, _TURNED // block_half))
+            block_h = min(triton.next_power_of_2(heads), max(1, _ROTATED // block_half))
             sizes = {
                 "HEADS": heads,
                 "NOPE": config.qk_nope_head_dim,
@@ -184,13 +186,13 @@ class LatentKernels:
                 "BLOCK_HALF": block_half,
                 "BLOCK_RANK": triton.next_power_of_2(config.kv_lora_rank),
             }
-            launch, (cos, sin) = self._launchers.get(turn_latent, 2, sizes), rope
+            launch, (cos, sin) = self._launchers.get(norm_and_rotate_latents, 2, sizes), rope
             grid = num_tokens, 1 + triton.cdiv(heads, block_h), 1
             launch(grid, q_ptr=q, latent_ptr=latent, norm_ptr=norm.weight, cos_ptr=cos, sin_ptr=sin, eps=norm.eps)
         return q.view(num_tokens, heads, config.q_dim), latent[:, None]
 
     def absorb(self, q: Tensor, kv_b: Tensor, config: LatentConfig) -> Tensor:
-        """q: [rows, heads, q_dim], heads side by side. Returns [rows, heads, kv_dim]."""
+        """Absorb q [rows, heads, q_dim], whose heads are adjacent. Return [rows, heads, kv_dim]."""
         rows, heads, _ = q.shape
         y = q.new_empty(rows, heads, config.kv_dim)
         sizes = {
@@ -206,7 +208,7 @@ class LatentKernels:
         return y
 
     def project(self, x: Tensor, kv_b: Tensor, config: LatentConfig, out: Tensor) -> None:
-        """x: [rows, heads, kv_lora_rank], contiguous; out: [rows, heads, v_head_dim], heads side by side."""
+        """Project x [rows, heads, kv_lora_rank], contiguous, to out [rows, heads, v_head_dim], whose heads are adjacent."""
         rows, heads, _ = x.shape
         sizes = {
             **self._sizes(heads, config, x.dtype),
@@ -229,10 +231,10 @@ class LatentKernels:
 
 
 class FusedLatentLayer(PlainLatentLayer):
-    """As the plain one, with kernels of ours for few rows in half precision."""
+    """Latent layer with Triton kernels for few rows in half precision, else like `PlainLatentLayer`."""
 
     def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor, kernels: LatentKernels) -> None:
-        """kv_b: see Operations.latent_layer."""
+        """Prepare the layer. kv_b: see Operations.latent_layer."""
         super().__init__(expanded, config, kv_b)
         self._config = config
         self._kv_b = kv_b
@@ -252,10 +254,10 @@ class FusedLatentLayer(PlainLatentLayer):
             super().project(attended, out)
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether our kernels serve rows [n, heads, dim]."""
+        """Return whether the Triton kernels support rows [n, heads, dim]."""
         side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
         return 0 < x.shape[0] <= MAX_ROWS and x.dtype in _TYPES and side_by_side
 
 
-_TURNED = 512
-"""Elements of half heads that one program of two warps turns."""
+_ROTATED = 512
+"""Half-head elements that one program of two warps rotates (RoPE)."""

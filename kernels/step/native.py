@@ -1,4 +1,6 @@
-"""A decoder's steps on a CPU by our C: each is one call and one parallel region; small steps are recorded and run as one call."""
+"""Decoder steps on a CPU by the C kernels, one call and one parallel region each. Small steps are recorded and replayed as one
+call.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.core.contract.model import Attention, WatchedAttention
 from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.linear.linear import Linear
-from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, Panels, ProductStruct, Recording
+from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, PackedWeight, ProductStruct, Recording
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
-"""All layers of a decoder: x [num_tokens, hidden_size], used up, and cos and sin of each rotary embedding."""
+"""All layers of a decoder: x [num_tokens, hidden_size], which is overwritten, and cos and sin of each rotary embedding."""
 
 _MOST_ROWS = 32
-"""Tokens of a step up to which its calls are recorded: of more, Python's share is small, and what lies between calls is large."""
+"""Maximum number of tokens of a recorded step. Larger steps spend little time in Python and need much memory between calls."""
 _MOST_STEPS = 64
 _ALLOCATE = frozenset(
     (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
@@ -36,25 +38,27 @@ class _RecordedStep:
     ropes: tuple[Rope, ...]
     out: Tensor
     held: Sequence[Tensor]
-    """What the calls read and write between x and out."""
+    """Tensors that the calls read and write between x and out."""
 
 
 class RecordedLayers:
-    """Runs layers in Python the first time that a kind of step comes, and repeats the calls of our C from then on.
+    """Layers that run in Python for the first step of a kind, and replay the recorded C calls afterwards.
 
-    That is right where the layers do nothing else, which is watched while the calls are noted: an operation of torch's that
-    computes, or an attention that is not one call of our C, and the kind of step is run in Python for good.
+    Replaying is correct only if the layers do nothing else, which is checked while recording. After an operation of torch that
+    computes, or an attention that is not one C call, that kind of step always runs in Python.
     """
 
     def __init__(self, functions: Functions) -> None:
-        """functions: those that the layers call."""
+        """Start without recordings. functions: the C functions that the layers call."""
         self._functions = functions
         self._steps: dict[Hashable, _RecordedStep | None] = {}
         self.repeated = 0
-        """Steps that were not run in Python."""
+        """Number of steps that were replayed."""
 
     def __call__(self, layers: Layers, kind: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        """Return what `layers` would, always the same ones; the next step overwrites it. kind: `WatchedAttention.step_kind`."""
+        """Return the result of `layers`, always the same function. The next step overwrites it. kind:
+        `WatchedAttention.step_kind`.
+        """
         if len(x) > _MOST_ROWS:
             return layers(x, ropes, attention)
         key = (kind, len(x), x.dtype)
@@ -68,7 +72,7 @@ class RecordedLayers:
             recorded[0].copy_(rope[0])
             recorded[1].copy_(rope[1])
         if torch._C._autograd._profiler_enabled():
-            with record_function("headway.layers"):  # no operation of torch's would be seen
+            with record_function("headway.layers"):  # replayed calls are invisible to torch's profiler
                 step.calls.repeat()
         else:
             step.calls.repeat()
@@ -89,7 +93,9 @@ class RecordedLayers:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of torch's: memory that is allocated is held, and views change nothing."""
+    """Dispatch mode that watches every operation of torch: it keeps allocated memory alive and notes whether all others are
+    views.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,11 +104,11 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: the wrapper that torch puts around a mode otherwise imports torch._dynamo (0.9 s) in the first step."""
+        """Return False: torch's wrapper around a mode would import torch._dynamo (0.9 s) in the first step."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
+        """Run an operation and note what it is."""
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATE:
             self.held.append(result)
@@ -120,7 +126,7 @@ def _is_view(func: Any, result: Any, args: Any) -> bool:
 
 
 class _CountedAttention:
-    """Sees whether each layer's attention is one call of our C."""
+    """Attention that checks whether each layer makes exactly one C call."""
 
     def __init__(self, attention: WatchedAttention, calls: Recording) -> None:
         self._attention = attention
@@ -128,7 +134,6 @@ class _CountedAttention:
         self.one_call_each = True
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attention`."""
         before = len(self._calls)
         out = self._attention.compute(layer, q, k, v)
         self.one_call_each &= len(self._calls) == before + 1
@@ -144,7 +149,7 @@ _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2
 
 
 class NativeOperations(TorchOperations):
-    """Steps whose product is over a weight in panels; torch's functions compute the others."""
+    """Operations that use the C kernels for layers with packed weights, and torch's functions for others."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions, experts: ExpertsOptions | None = None) -> None:
         super().__init__(inv_freq, factors, experts)
@@ -170,48 +175,48 @@ class NativeOperations(TorchOperations):
         return out
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        panels = _panels(x, linear)
-        return linear(x, out) if panels is None else self._store(x, panels, out=out)
+        packed = _packed_of(x, linear)
+        return linear(x, out) if packed is None else self._store(x, packed, out=out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        panels = _panels(x, linear)
-        if panels is None:
+        packed = _packed_of(x, linear)
+        if packed is None:
             return super().norm_product(x, norm, linear, activation)
         x, norm = self._before(x, norm)
         if activation in _ACTIVATIONS:
-            return self._store(x, panels, norm, activation)
-        y = self._store(x, panels, norm)
+            return self._store(x, packed, norm, activation)
+        y = self._store(x, packed, norm)
         return y if activation is None else ACTIVATE[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        panels = _panels(x, linear)
-        if panels is None or not panels.gates or activation not in _ACTIVATIONS:
+        packed = _packed_of(x, linear)
+        if packed is None or not packed.gates or activation not in _ACTIVATIONS:
             return super().norm_gated_product(x, norm, linear, activation)
         x, norm = self._before(x, norm)
-        out = x.new_empty(len(x), panels.out_features // 2)
-        self._run(x, panels, norm, _GATED, activation, out)
+        out = x.new_empty(len(x), packed.out_features // 2)
+        self._run(x, packed, norm, _GATED, activation, out)
         return out
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        panels = _panels(x, linear)
-        if panels is None or heads.whole_norm or heads.head_dim % 2 or not _normed(heads.q_norm) or not _normed(heads.k_norm):
+        packed = _packed_of(x, linear)
+        if packed is None or heads.whole_norm or heads.head_dim % 2 or not _normed(heads.q_norm) or not _normed(heads.k_norm):
             return super().norm_qkv(x, norm, linear, heads, rope)
         x, norm = self._before(x, norm)
         dim, turned = heads.head_dim, heads.num_heads + heads.num_kv_heads
-        qkv = x.new_empty(len(x), panels.out_features // dim, dim)
+        qkv = x.new_empty(len(x), packed.out_features // dim, dim)
         (factors, least), (q_factors, q_least), (k_factors, k_least) = _norm(norm), _norm(heads.q_norm), _norm(heads.k_norm)
         self.functions.product(
             ProductStruct(
-                weight=panels.described,
+                weight=packed.described,
                 x=x.data_ptr(),
                 out=qkv.data_ptr(),
                 cos=None if rope is None else rope[0].data_ptr(),
                 sin=None if rope is None else rope[1].data_ptr(),
                 rows=len(x),
                 ldx=x.stride(0),
-                ldo=panels.out_features,
+                ldo=packed.out_features,
                 head_dim=dim,
                 q_heads=heads.num_heads,
                 heads=turned,
@@ -227,28 +232,35 @@ class NativeOperations(TorchOperations):
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        panels = _panels(x, linear)
-        if panels is None or residual.stride(1) != 1 or residual.dtype != x.dtype:
+        packed = _packed_of(x, linear)
+        if packed is None or residual.stride(1) != 1 or residual.dtype != x.dtype:
             return super().add_product(residual, x, linear)
-        self._run(x, panels, None, _ADD, None, residual)
+        self._run(x, packed, None, _ADD, None, residual)
         return residual
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """x normed, and no norm, where the norm is of a kind that our C does not compute."""
+        """Return the input for a C kernel: x is normed first, and the norm dropped, if the C kernel does not support the norm."""
         return (x, norm) if norm is None or norm.by_length is not None else (self.norm(x, norm), None)
 
     def _store(
-        self, x: Tensor, panels: Panels, norm: Norm | None = None, activation: Activation | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        packed: PackedWeight,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        out = x.new_empty(len(x), panels.out_features) if out is None else out
-        self._run(x, panels, norm, _STORE, activation, out)
+        out = x.new_empty(len(x), packed.out_features) if out is None else out
+        self._run(x, packed, norm, _STORE, activation, out)
         return out
 
-    def _run(self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor) -> None:
+    def _run(
+        self, x: Tensor, packed: PackedWeight, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor
+    ) -> None:
         factors, least = _norm(norm)
         self.functions.product(
             ProductStruct(
-                weight=panels.described,
+                weight=packed.described,
                 x=x.data_ptr(),
                 out=out.data_ptr(),
                 rows=len(x),
@@ -263,18 +275,18 @@ class NativeOperations(TorchOperations):
         )
 
 
-def _panels(x: Tensor, linear: Linear) -> Panels | None:
-    """A layer's weight in panels; None where it has none, or x is not what our C reads."""
-    return linear.panels if linear.panels is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
+def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:
+    """Return a layer's packed weight, or None if it has none or the C kernels cannot read x."""
+    return linear.packed if linear.packed is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
 
 
 def _normed(norm: Norm | None) -> bool:
-    """Whether our C computes a norm: none, or RMSNorm on one rank."""
+    """Return whether the C kernels support a norm: none, or RMSNorm on one rank."""
     return norm is None or norm.by_length is not None
 
 
 def _norm(norm: Norm | None) -> tuple[int | None, float]:
-    """Address of a norm's factors, and what is added to the squared length."""
+    """Return the address of a norm's factors, and the term added to the squared length."""
     if norm is None:
         return None, 0.0
     assert norm.by_length is not None

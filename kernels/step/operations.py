@@ -1,4 +1,6 @@
-"""What a decoder computes between its attentions, as steps that a device may fuse; and torch's operations for all of them."""
+"""Interface of a decoder's operations between its attentions, which a device may fuse; and torch's implementation of all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,14 @@ from headway.kernels.step.config import ACTIVATIONS, Activation, GateActivation,
 
 @dataclass(frozen=True, slots=True)
 class NormShare:
-    """One rank's share of rows whose elements are normed together: a part of one group of them, as long as every other's."""
+    """One rank's share of rows that are normed across ranks: an equal part of one group of elements."""
 
     ranks: Ranks
     groups: int = 1
-    """Groups of elements, each normed by itself and held by equally many ranks that follow one another."""
+    """Groups of elements that are normed separately. Each group is divided among equally many consecutive ranks."""
 
     def normed(self, eps: float, *parts: Tensor) -> list[Tensor]:
-        """RMSNorm without a weight, of each part by itself, with one sum over ranks.
+        """Return the RMSNorm without a weight of each part, with one all-reduce for all parts.
 
         parts: float32 [rows, size], the rank's elements.
         """
@@ -47,10 +49,10 @@ class NormShare:
 
 
 class PlainLatentLayer:
-    """Absorbs queries, expands latents, projects what was attended; one weight serves all three, read as it lies."""
+    """Latent layer (MLA) that absorbs queries, expands latents and projects attention results with one weight, stored once."""
 
     def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> None:
-        """kv_b: see Operations.latent_layer."""
+        """Prepare the layer. kv_b: see Operations.latent_layer."""
         self.expanded = expanded
         self._nope_dim = config.qk_nope_head_dim
         self._rank = config.kv_lora_rank
@@ -69,7 +71,7 @@ class PlainLatentLayer:
         return out
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """See LatentLayer. v is a view of the product."""
+        """Expand latents to k and v. v is a view of the GEMM's output."""
         rows, turned = latent[:, 0, : self._rank], latent[..., self._rank :]
         both = self._both(rows).view(latent.shape[0], self.expanded.num_heads, self._nope_dim + self.expanded.v_head_dim)
         still, v = both[..., : self._nope_dim], both[..., self._nope_dim :]
@@ -98,12 +100,15 @@ class Norm:
     bias: Tensor | None = None
     """[size]"""
     absorbed: bool = False
-    """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
+    """True if the weight, now all ones, is folded into the next linear layer: only the factor per row is left to apply."""
     share: NormShare | None = None
-    """What ranks share, where the elements of an RMSNorm lie on several of them; None: they are all here."""
+    """Share of this rank if the elements of an RMSNorm are divided among ranks. None means that all are here."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
-    """What an RMSNorm on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size) and
-    sqrt(size * eps), float32. x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
+    """float32 factors of an RMSNorm on a CPU: weight * sqrt(size) and sqrt(size * eps).
+
+    x / hypot(|x|, second) * first is the norm in four operations instead of seven. A torch operation costs more than what it
+    computes.
+    """
 
     def __post_init__(self) -> None:
         if self.bias is None and self.share is None and self.weight.device.type == "cpu":
@@ -113,32 +118,34 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What the first residual stream is made of."""
+    """Parts of the embedding of tokens."""
 
     table: Tensor
     """[vocab_size, hidden_size]"""
     scale: float = 1.0
-    """Multiplies a token's row."""
+    """Factor for a token's row."""
     positions: Tensor | None = None
-    """[positions, hidden_size], learned: the row of its position is added to each token."""
+    """[positions, hidden_size]: learned position embeddings, added to each token. None if there are none."""
     tokens: range | None = None
-    """Ids of the tokens whose rows the table has, where other ranks have the others': its last row, zeros, stands for these."""
+    """Token ids in this rank's shard of the table. Its last row, zeros, represents all other tokens. None means all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a row of the merged q, k, v product divides, and how its q and k are normed."""
+    """Heads in a row of the merged qkv linear layer's output, and the norms of q and k."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     q_norm: Norm | None = None
-    """RMSNorm before RoPE, both or neither: over each head (Qwen3), or over all heads together where the weight is that long."""
+    """RMSNorm of q before RoPE: over each head (Qwen3), or over all heads if the weight is that long. Set together with
+    `k_norm`.
+    """
     k_norm: Norm | None = None
 
     @property
     def whole_norm(self) -> bool:
-        """Whether all heads of q are normed as one, and all of k."""
+        """Return whether all heads of q are normed as one, and all of k."""
         if self.q_norm is None:
             return False
         return self.q_norm.share is not None or self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
@@ -146,114 +153,127 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What multiplies the output of attention or of a recurrence before its last product, and the norm that goes with it."""
+    """Gate that multiplies the output of attention or of a recurrence before the output projection, with its norm."""
 
     activation: GateActivation
-    """The activation of the gate."""
+    """Activation of the gate."""
     norm: Norm | None = None
-    """RMSNorm of the output, over as many elements as `size`. Its weight is as long, or as long as a whole row."""
+    """RMSNorm of the output, in groups of `size` elements. The weight has `size` elements, or one per element of the row."""
     size: int = 0
     gate_first: bool = False
-    """Whether the output is multiplied before it is normed (Mamba 2) instead of after."""
+    """True if the gate is applied before the norm (Mamba 2) instead of after."""
 
 
 Rope = tuple[Tensor, Tensor]
-"""cos and sin of a step's positions."""
+"""cos and sin of the rotary embedding at a step's positions."""
 
 
 class Operations(Protocol):
-    """The steps of one model. Rows are independent of each other in every one of them.
+    """Operations of one model. Each treats rows independently.
 
-    Those with a body are what a device does that has nothing better; who subclasses inherits them.
+    Methods with a body are defaults for devices without a faster implementation.
     """
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """Prepare a norm and the next product once, before any step: the two returned compute together what the two given do.
+        """Prepare a norm and the next linear layer once, before any step. The returned pair computes the same as the given pair.
 
-        For products of `norm_qkv` with a rotary embedding and of `norm_gated_product` alone.
+        Only for `norm_qkv` with a rotary embedding, and for `norm_gated_product`.
         """
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the kinds of a model's linear layers whose kernel is chosen by times. products: all of them, and which are
-        gated."""
+        """Return the choices for linear layers whose kernel is selected by measured times.
+
+        products: all linear layers, each with whether it is gated.
+        """
         return []
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """Residual stream [num_tokens, hidden_size], and cos and sin of each of the model's rotary embeddings, for `norm_qkv`.
+        """Return the residual stream [num_tokens, hidden_size], and cos and sin of each rotary embedding, for `norm_qkv`.
 
         input_ids, positions: int32 or int64 [num_tokens].
         """
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Norm over the rows of x [rows, size]."""
+        """Return the norm of each row of x [rows, size]."""
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """residual + norm of x [rows, size]; both are used up."""
+        """Return residual + norm of x [rows, size]. Both arguments may be overwritten."""
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """Multiply x [rows, in_features] by a linear layer: [rows, out_features], in `out`, contiguous, if it is given."""
-        return bound(self, linear, x.shape[0])(x, out=out)
+        """Multiply x [rows, in_features] by a linear layer's weight. Return [rows, out_features], in `out` (contiguous) if
+        given.
+        """
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """Norm, product and activation, the first and the last if any: x [rows, in_features], rows perhaps strided, to
-        [rows, out_features]."""
+        """Apply a norm (if any), a linear layer, and an activation (if any). x: [rows, in_features], rows may be strided.
+
+        Returns [rows, out_features].
+        """
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """Norm, if any, the product, activation of its first half times the second: to [rows, out_features / 2]."""
+        """Apply a norm (if any) and a linear layer, and multiply the activation of its first half by its second half.
+
+        Returns [rows, out_features / 2].
+        """
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm, if any, the merged product, then norm and rotation of q and k's heads.
+        """Apply a norm (if any) and the merged qkv linear layer, then norm and rotate the heads of q and k (RoPE).
 
-        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim, and perhaps to further heads, which come
-        behind those of v; rope: of `embed`; None: no rotation.
-        Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
+        x: [num_tokens, hidden_size]. linear: has (num_heads + 2 num_kv_heads) head_dim outputs, and may have further heads
+            after v. rope: result of `embed`; None means no rotation.
+        Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]; rows may be strided.
         """
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The part of `norm_qkv` after its product. qkv: [num_tokens, all heads' elements], contiguous, used up."""
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the part of `norm_qkv` after the linear layer. qkv: [num_tokens, elements of all heads], contiguous; may be
+        overwritten.
+        """
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """The part of `norm_product`, or (gated) of `norm_gated_product`, after its product y, contiguous and used up."""
+        """Apply the part of `norm_product` or (if gated) `norm_gated_product` after the linear layer.
+
+        y: contiguous; may be overwritten.
+        """
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
-        """Rotation of each query head's last elements; norm of the latents, and rotation of the key's elements behind them.
+        """Rotate the last elements of each query head, norm the latents, and rotate the key elements after them (RoPE).
 
-        q: [num_tokens, num_heads q_dim]; latent: [num_tokens, kv_dim]; rows perhaps strided, used up. norm: of kv_lora_rank
-        elements; rope: of `embed`; None: no rotation. Returns q [num_tokens, num_heads, q_dim] and latents
-        [num_tokens, 1, kv_dim].
+        q: [num_tokens, num_heads q_dim]. latent: [num_tokens, kv_dim]. Rows may be strided, and both may be overwritten.
+            norm: has kv_lora_rank elements. rope: result of `embed`; None means no rotation.
+        Returns q [num_tokens, num_heads, q_dim] and latents [num_tokens, 1, kv_dim].
         """
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
-        """What computes the products around latent attention, made once before any step.
+        """Return the linear layers around latent attention, made once before any step.
 
-        kv_b: [num_heads (qk_nope_head_dim + v_head_dim), kv_lora_rank], from a latent to each head's key and value.
+        kv_b: [num_heads (qk_nope_head_dim + v_head_dim), kv_lora_rank], maps a latent to each head's key and value.
         """
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """residual + product of x [rows, in_features]; residual: [rows, out_features], which is used up."""
+        """Return residual + linear layer of x [rows, in_features]. residual: [rows, out_features]; may be overwritten."""
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """residual + products of several x and their Linear, as `add_product`."""
+        """Return residual + the sum of linear layers, each with its x, as in `add_product`."""
         return add_one_by_one(self, residual, terms)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-        """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
+        """Return x times the activation of `by`, with the gate's norm. Both are [num_tokens, size]; rows may be strided."""
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
-        """cap * tanh(logits / cap), in place (Gemma 2)."""
+        """Return cap * tanh(logits / cap), in place (Gemma 2)."""
         return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> Experts:
-        """A layer of experts after its norm, bound to its kernels; made once before any step."""
+        """Return a layer of experts after its norm, bound to its kernels. Made once before any step."""
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    """See Operations."""
+    """Return cap * tanh(logits / cap), in place."""
     return logits.div_(cap).tanh_().mul_(cap)
 
 
@@ -261,19 +281,19 @@ GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoi
 
 
 def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-    """Add products to the residual, as `Operations.add_products` says, one after the other."""
+    """Add linear layers to the residual one after the other, for `Operations.add_products`."""
     for x, linear in terms:
         residual = ops.add_product(residual, x, linear)
     return residual
 
 
 def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
-    """RMSNorm over the last axis of x, float32; the others are of `Norm.by_length`."""
+    """Return the RMSNorm over the last axis of x (float32). weight, least: values of `Norm.by_length`."""
     return torch.div(x, torch.linalg.vector_norm(x, 2, -1, True).hypot_(least)).mul_(weight)
 
 
 def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Norm q and k, each [rows, size of its norm]: heads by themselves, or all heads of a token as one, perhaps over ranks."""
+    """Return normed q and k, each [rows, size of its norm]: per head, or over all heads of a token, possibly across ranks."""
     assert heads.q_norm is not None
     assert heads.k_norm is not None
     share = heads.q_norm.share
@@ -284,7 +304,7 @@ def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Ten
 
 
 def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-    """See Operations. Computed in float32 and rounded once."""
+    """Return x times the activation of `by` with the gate's norm, computed in float32 and rounded once."""
     y, factor = x.float(), GATES[gate.activation](by.float())
     if gate.norm is None:
         return (y * factor).to(x.dtype)
@@ -302,15 +322,15 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
 
 
 RowScale = tuple[Tensor, float]
-"""Rows x [rows, size] and epsilon of the RMSNorm whose factor, one for each row, is still to be multiplied by."""
+"""Rows x [rows, size] and epsilon of an RMSNorm whose factor per row is still to be applied."""
 
 
 Step = Callable[..., Tensor]
-"""A layer bound to a kernel: from x [rows, in_features] and what stands around the product, by name (`FusedKernel.compute`)."""
+"""A layer bound to a kernel. Takes x [rows, in_features] and the fused operations by name (`FusedKernel.compute`)."""
 
 
 def bound(ops: Any, linear: Linear, rows: int, gated: bool = False, heads: Heads | None = None) -> Step:
-    """Return a layer bound to the kernel for a number of rows. ops: of the device. heads: those to which RoPE is applied."""
+    """Return a layer bound to the kernel for a number of rows. ops: operations of the device. heads: heads to rotate (RoPE)."""
     steps: BoundSteps | None = linear.gated_steps if gated else linear.steps
     if steps is None or steps.ops is not ops or (heads is not None and steps.heads is not heads):
         steps = BoundSteps(ops, linear, ops.choice_for(linear, gated), gated, heads)
@@ -322,10 +342,10 @@ def bound(ops: Any, linear: Linear, rows: int, gated: bool = False, heads: Heads
 
 
 class BoundSteps(list[Step]):
-    """A layer bound to a kernel for each bucket of rows, and for no rows at the end."""
+    """A layer bound to a kernel for each bucket of row counts, and to an empty step as the last item."""
 
     borrows = True
-    """Whether the tensors that are reached from here are others' (`held_tensors`)."""
+    """True: tensors reachable from here belong to other objects (`held_tensors`)."""
 
     def __init__(self, ops: Any, linear: Linear, choice: LinearChoice, gated: bool, heads: Heads | None) -> None:
         self.ops = ops
@@ -334,7 +354,7 @@ class BoundSteps(list[Step]):
         super().__init__([*buckets, partial(self._nothing, linear)])
 
     def _bind(self, linear: Linear, choice: LinearChoice, heads: Heads | None, bucket: int, x: Tensor, **around: Any) -> Tensor:
-        """Bind a bucket at its first step, and run that."""
+        """Bind a bucket at its first step, and run that step."""
         step = self[bucket] = bound_step(self.ops, linear, choice.kernel_of(bucket), heads, 1 << bucket)
         return step(**{"x": x, **around})
 
@@ -346,7 +366,7 @@ class BoundSteps(list[Step]):
 
 
 def bound_step(ops: Any, linear: Linear, kernel: LinearKernel, heads: Heads | None, rows: int) -> Step:
-    """Return a layer bound to a kernel, with launches for what the kernel does not fuse. rows: the most of its bucket."""
+    """Return a layer bound to a kernel, with extra launches for operations that it does not fuse. rows: maximum of its bucket."""
 
     def again(other: LinearKernel) -> Step:
         return bound_step(ops, linear, other, heads, rows)
@@ -362,10 +382,10 @@ def bound_step(ops: Any, linear: Linear, kernel: LinearKernel, heads: Heads | No
 
 
 class Surrounded:
-    """A bound kernel, and launches for what stands around its product."""
+    """A bound kernel, with launches for the operations around its GEMM that it does not fuse."""
 
     def __init__(self, ops: Any, compute: Step, fused: frozenset[str], activations: Collection[str]) -> None:
-        """fused: what the kernel computes itself, with one of `activations`."""
+        """Wrap `compute`. fused: operations that the kernel fuses. activations: activations that it can fuse."""
         self._ops = ops
         self._compute = compute
         self._norms = "norm" in fused
@@ -384,7 +404,7 @@ class Surrounded:
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `FusedKernel.compute`."""
+        """Compute the layer, see `FusedKernel.compute`."""
         ops, scaled_by = self._ops, None
         gates, activates = activation in self._gates, activation in self._activates
         inner: dict[str, Any] = {}
@@ -392,7 +412,7 @@ class Surrounded:
             if self._norms and norm.bias is None:
                 inner["norm"] = norm
             elif norm.absorbed and ((gated and not gates) or (rotated is not None and not self._rotates)):
-                scaled_by = (x, norm.eps)  # the launch after the product multiplies by the norm's factor
+                scaled_by = (x, norm.eps)  # the launch after the GEMM applies the norm's factor
             else:
                 x = ops.norm(x, norm)
         if gated and gates:
@@ -419,17 +439,20 @@ class Surrounded:
 
 
 class TorchOperations(Operations):
-    """Every operation by torch's own functions: what a CPU runs, and what the fused kernels are tested against."""
+    """Operations by torch's functions, for CPUs and as a reference for the fused kernels."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None) -> None:
-        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. experts: kernels for layers of experts; None:
-        Headway's own."""
+        """Prepare the operations.
+
+        inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. experts: options for MoE layers. None means
+            Headway's own kernels.
+        """
         self._inv_freq = inv_freq
         self._factors = factors
         self._experts = experts_by(self, experts or ExpertsOptions())
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""
+        """Return cos twice, and sin with its first half negated: RoPE is x * cos + swap_halves(x) * sin, three operations."""
         ropes, dtype = [], embed.table.dtype
         for inv_freq, factors in zip(self._inv_freq, self._factors, strict=True):
             angles = positions[:, None, None] * inv_freq  # float32 [num_tokens, 1, head_dim / 2]
@@ -447,7 +470,7 @@ class TorchOperations(Operations):
             factors, least = norm.by_length
             return norm_by_length(x.float(), factors, least).to(x.dtype)
         weight = norm.weight
-        exact = x.to(weight.dtype)  # as it is, unless the weight is kept in float32
+        exact = x.to(weight.dtype)  # unchanged, unless the weight is float32
         if norm.bias is not None:
             return layer_norm(exact, weight.shape, weight, norm.bias, norm.eps).to(x.dtype)
         return rms_norm(exact, weight.shape, weight, norm.eps).to(x.dtype)
@@ -456,7 +479,7 @@ class TorchOperations(Operations):
         return residual + self.norm(x, norm)
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the choices in which a third party's kernel takes part: a rule knows the others."""
+        """Return the choices with a third party's kernel as a candidate. A rule decides all others."""
         choices = [linear.choice for linear, _ in products]
         return list(dict.fromkeys(choice for choice in choices if choice is not None and choice.is_open))
 
@@ -466,20 +489,20 @@ class TorchOperations(Operations):
         return linear.choice
 
     def gated(self, both: Tensor, activation: Activation, scaled_by: RowScale | None) -> Tensor:
-        """Return the activation of the first half times the second, for `Surrounded`; no norm is left to be divided by."""
+        """Return the activation of the first half times the second, for `Surrounded`. scaled_by: not used."""
         return self.activated(both, activation, gated=True)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         return linear(x, out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        if linear.hands_over:
+        if linear.fuses_more:
             return bound(self, linear, len(x))(x, norm=norm, activation=activation)
         y = linear(x if norm is None else self.norm(x, norm))
         return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        if linear.hands_over:
+        if linear.fuses_more:
             return bound(self, linear, len(x), gated=True)(x, norm=norm, gated=True, activation=activation)
         return self.activated(linear(x if norm is None else self.norm(x, norm)), activation, gated=True)
 
@@ -492,12 +515,12 @@ class TorchOperations(Operations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if linear.hands_over:
-            return self.turn_heads(bound(self, linear, len(x))(x, norm=norm), heads, rope)
-        return self.turn_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
+        if linear.fuses_more:
+            return self.rotate_heads(bound(self, linear, len(x))(x, norm=norm), heads, rope)
+        return self.rotate_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
 
-    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """RoPE (Su et al. 2021) in transformers' half-split order."""
+    def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply norms and RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
         qkv = qkv.view(len(qkv), qkv.shape[1] // heads.head_dim, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
@@ -528,13 +551,13 @@ class TorchOperations(Operations):
         return PlainLatentLayer(expanded, config, kv_b)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        return bound(self, linear, len(x))(x, add_to=residual) if linear.hands_over else linear.add_to(residual, x)
+        return bound(self, linear, len(x))(x, add_to=residual) if linear.fuses_more else linear.add_to(residual, x)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         return apply_gate(x, by, gate)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
-        """See Operations. Without a third party's kernel, one expert after the other.
+        """Bind a layer of experts. Without a third party's kernel, one expert runs after the other.
 
         :raises ModelError: on a GPU, where the host would have to wait for the device in every layer.
         """
@@ -544,7 +567,7 @@ class TorchOperations(Operations):
 
 
 def experts_by(ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor], Tensor] = silu) -> ExpertsLayers:
-    """Return what makes layers of experts whose norm, router and built-in kernel are computed by torch's operations.
+    """Return a factory for MoE layers whose norm, router and built-in kernel use torch's operations.
 
     gate: SiLU of a matrix.
     """
@@ -558,6 +581,6 @@ def experts_by(ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor]
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the halves of each head. x: [num_tokens, heads, dim]; rope: cos and sin as `TorchOperations.embed` makes them."""
+    """Rotate the halves of each head. x: [num_tokens, heads, dim]. rope: cos and sin from `TorchOperations.embed`."""
     cos, sin = rope
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

@@ -1,9 +1,9 @@
-"""Embedding with RoPE's angles, norms, norm and rotation of q and k, activation: a launch each, one read of their input.
+"""Triton kernels of a decoder step: embedding with RoPE angles, norms, QK-norm and rotary embedding, activation, gate.
 
-Sums are float32 whatever the type of the tensors, and nothing is rounded between the operations of one kernel.
-
-PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start while this one runs, and wait
-themselves (`gdc_wait`) before they touch anything that a kernel before them writes.
+Each is one launch that reads its input once. Sums are float32 whatever the tensors' type, and nothing is rounded between the
+operations of one kernel.
+PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start while this one runs. They wait
+(`gdc_wait`) before they touch anything that an earlier kernel writes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr", "positions_ptr"])
 def embed_tokens(
     ids_ptr,  # int32 or int64 [num_tokens]
-    positions_ptr,  # likewise
+    positions_ptr,  # int32 or int64 [num_tokens]
     table_ptr,  # [vocab_size, HIDDEN]
     places_ptr,  # [positions, HIDDEN] (PLACES)
     inv_freq_ptr,  # float32 [ROPES, HALF]
-    factors_ptr,  # likewise
+    factors_ptr,  # float32 [ROPES, HALF]
     scale,
     x_ptr,  # [num_tokens, HIDDEN], written
     cos_ptr,  # float32 [ROPES, num_tokens, HALF], written
     sin_ptr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,  # the row of its position is added to each token
+    PLACES: tl.constexpr,  # add learned position embeddings
     ROPES: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # ROPES HALF rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Grid (num_tokens): a program a token."""
+    """Embed tokens, and compute cos and sin of their positions. Grid (num_tokens)."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_HALF)
     inv_freq = tl.load(inv_freq_ptr + h, mask=h < ROPES * HALF, other=0.0)
@@ -69,9 +69,9 @@ def norm_rows(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = x / sqrt(mean(x^2) + eps) * weight, of an x less its mean and with a bias (LAYER), added to the residual (ADD).
+    """y = x / sqrt(mean(x^2) + eps) * weight. LAYER: subtracts the mean first and adds a bias. ADD: adds the residual.
 
-    Grid (rows): a program a row.
+    Grid (rows).
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -95,7 +95,7 @@ def norm_rows(
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """An activation of models.config, float32."""
+    """Return an activation of `kernels.step.config` in float32."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
@@ -112,7 +112,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def norm_and_rotate(
-    qkv_ptr,  # [num_tokens, ALL_HEADS HEAD_DIM], q, k, v and perhaps more; q and k are overwritten
+    qkv_ptr,  # [num_tokens, ALL_HEADS HEAD_DIM]: q, k, v and possibly more; q and k are overwritten
     cos_ptr,  # float32 [num_tokens, HEAD_DIM / 2]
     sin_ptr,
     q_norm_ptr,  # [HEAD_DIM]
@@ -131,10 +131,10 @@ def norm_and_rotate(
     BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)). RoPE turns one half of a head against the other.
+    """Norm q and k, and rotate their half-heads (RoPE). Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)).
 
-    ROW: the product was of rows x that were not normed; all of its heads are scaled by their norm, so that v counts as heads too:
-    cdiv(ALL_HEADS, BLOCK_H).
+    ROW: the GEMM's input x was not normed. All heads, including v, are scaled by the row's norm factor, and the grid is
+    (num_tokens, cdiv(ALL_HEADS, BLOCK_H)).
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -159,27 +159,27 @@ def norm_and_rotate(
     if ROW:
         scale = row_scale(x_ptr + token * ROW, row_eps, ROW, BLOCK_ROW)
         low, high = low * scale, high * scale
-    turned_low, turned_high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
-    if ROW:  # v is scaled, not turned
-        turns = head < HEADS + KV_HEADS
-        low, high = tl.where(turns, turned_low, low), tl.where(turns, turned_high, high)
+    rotated_low, rotated_high = rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
+    if ROW:  # v is scaled, not rotated
+        rotates = head < HEADS + KV_HEADS
+        low, high = tl.where(rotates, rotated_low, low), tl.where(rotates, rotated_high, high)
     else:
-        low, high = turned_low, turned_high
+        low, high = rotated_low, rotated_high
     tl.store(at, low.to(qkv_ptr.dtype.element_ty), mask=mask)
     tl.store(at + HALF, high.to(qkv_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def row_scale(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """RMSNorm's factor of one row."""
+    """Return RMSNorm's factor of one row."""
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
 
 
 @triton.jit
-def turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """RMSNorm of heads (NORM), then RoPE (Su et al. 2021): low, high, cos and sin are float32 [heads or rows, HEAD_DIM / 2]."""
+def rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """RMSNorm of heads (NORM), then RoPE (Su et al. 2021). low, high, cos, sin: float32 [heads or rows, HEAD_DIM / 2]."""
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
         low = low * scale * low_weight
@@ -189,7 +189,7 @@ def turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.constex
 
 @triton.jit
 def either(q_ptr, k_ptr, at, is_q, mask):
-    """A row of q's weights or of k's, float32."""
+    """Return rows of q's or k's weights in float32."""
     q = tl.load(q_ptr + at, mask=mask & is_q, other=0.0).to(tl.float32)
     return q + tl.load(k_ptr + at, mask=mask & (is_q == 0), other=0.0).to(tl.float32)
 
@@ -207,7 +207,9 @@ def activate_and_mul(
     BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = activation(first half) * second half of an x scaled by its row's norm (ROW). Grid (rows, cdiv(SIZE, BLOCK))."""
+    """y = activation(first half) * second half. ROW: x is scaled by its row's norm factor first. Grid (rows, cdiv(SIZE,
+    BLOCK)).
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -225,23 +227,23 @@ def activate_and_mul(
 @triton.jit
 def gate_rows(
     x_ptr,  # rows of WIDTH elements
-    by_ptr,  # likewise
+    by_ptr,  # rows of WIDTH elements
     weight_ptr,  # [SIZE], or [WIDTH] (WHOLE) (NORM)
     y_ptr,  # [rows, WIDTH], written
     eps,
     STRIDE_X: tl.constexpr,
     STRIDE_BY: tl.constexpr,
     WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,  # of a group
+    SIZE: tl.constexpr,  # elements per group
     BLOCK: tl.constexpr,  # SIZE rounded up to a power of two
-    BLOCK_G: tl.constexpr,  # groups of a program
+    BLOCK_G: tl.constexpr,  # groups per program
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,  # RMSNorm of x by groups
     WHOLE: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = norm(x) * activation(by), or the norm of x * activation(by) (GATE_FIRST). Grid (rows, cdiv(groups, BLOCK_G))."""
+    """y = norm(x) * activation(by), or norm(x * activation(by)) (GATE_FIRST). Grid (rows, cdiv(groups, BLOCK_G))."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
     i = tl.arange(0, BLOCK)[None, :]

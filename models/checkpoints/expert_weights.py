@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import QuantizedWeight, merged
-from headway.kernels.experts.weights import ExpertsCut, RoutedWeights
+from headway.kernels.experts.weights import ExpertsShard, RoutedWeights
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import GgufWeight
 from headway.models.checkpoints.weights import WeightSource
@@ -74,8 +74,8 @@ Rows = Tensor | QuantizedWeight
 
 
 def _take_single(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Read experts stored as separate tensors; tensors of other ranks' experts are marked as used but not read."""
-    held = set(shard.experts.pick(range(shard.experts.whole)))
+    """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
+    held = set(cut.experts.pick(range(cut.experts.whole)))
     up: dict[str, int | Axis] = {}
     down: dict[str, int | Axis] = {}
     for number in range(shard.experts.whole):
@@ -86,10 +86,10 @@ def _take_single(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: We
 
 
 def _take_stacked(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Read the two tensors, gate_up and down, that hold all experts."""
-    rows = shard.inner + shard.inner if shard.own.gated else shard.inner
-    gate_up = weights.take_stacked(at + names.stacked_gate_up, (shard.experts, rows, hidden))
-    down = weights.take_stacked(at + names.stacked_down, (shard.experts, hidden, shard.inner))
+    """Take a tensor of all experts for each of the two products."""
+    rows = cut.inner + cut.inner if cut.own.gated else cut.inner
+    gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, rows, hidden))
+    down = weights.take_stacked(at + names.stacked_down, (cut.experts, hidden, cut.inner))
     return (
         gate_up.flatten(0, 1) if isinstance(gate_up, Tensor) else gate_up,
         down.flatten(0, 1) if isinstance(down, Tensor) else down,
@@ -97,7 +97,7 @@ def _take_stacked(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: W
 
 
 def _with_shared_up(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Append the shared experts' gate and up rows, split into experts of a routed expert's size.
+    """Add the pieces of the shared experts' first product: as many rows of each half as a routed expert has.
 
     The last one is padded with zeros.
     """
@@ -118,9 +118,9 @@ def _with_shared_up(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden:
 
 
 def _with_shared_down(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Append the shared experts' down columns, split into experts of a routed expert's size and padded with zeros."""
-    inner, size = shard.own.intermediate_size, shard.shared.size
-    shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, shard.shared)
+    """Add the pieces of their last product: columns, which the last has some zeros of."""
+    inner, size = cut.own.intermediate_size, cut.shared.size
+    shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, cut.shared)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
         pieces = [shared.columns(range(first, first + inner)) for first in range(0, size, inner)]
         whole = [piece for piece in pieces if piece is not None]

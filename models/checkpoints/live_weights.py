@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.system.held_tensors import held_tensors
 from headway.kernels.experts.bound import BoundExperts
-from headway.kernels.linear.axes import Axis, Shape, held_part, whole_sizes
+from headway.kernels.linear.axes import Axis, Shape, shard_of, whole_sizes
 from headway.kernels.linear.linear import Linear
 from headway.models.checkpoints.weights import WeightSource
 
@@ -59,7 +59,7 @@ class GivenWeights(WeightSource):
             return self._checkpoint.take_as(dtype, name, shape)
         if tuple(found.shape) != tuple(sizes):
             raise ModelError(f"weights: {name} needs shape {list(sizes)}, got {list(found.shape)}")
-        return held_part(found.to(self.device, dtype), shape)
+        return shard_of(found.to(self.device, dtype), shape)
 
     def take_number(self, name: str) -> float:
         found = self._find(name)

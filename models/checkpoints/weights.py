@@ -20,7 +20,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.weights import QuantizedWeight, merged
 from headway.core.system.text import shown_size
-from headway.kernels.linear.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
+from headway.kernels.linear.axes import Axis, Shape, axes_of, held_sizes, shard_of, whole_sizes
 from headway.models.checkpoints.formats.stored import Quantization, QuantizedModule, StoredFormat
 from headway.models.checkpoints.gguf.blocks import GgufBlocks
 from headway.models.checkpoints.tensor_files import NEEDED, PLAIN, TensorFiles
@@ -362,8 +362,8 @@ class DummyWeights(WeightSource):
         return tensor.fill_(1) if is_norm else tensor.normal_(0, std, generator=self.generator)
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Draw the unsharded tensor, so that all ranks draw the same values, and return this rank's shard."""
-        return held_part(self.draw(name, whole_sizes(shape)), shape)
+        """Draw one tensor whole, so that all ranks draw alike, and cut it."""
+        return shard_of(self.draw(name, whole_sizes(shape)), shape)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Draw all rows at once."""

@@ -430,7 +430,7 @@ class Decoder:
         """Description of the rounding of activations by this CPU's kernels; empty if there is none."""
         own = functions()
         bits = 0 if own is None else own.x_bits
-        if not bits or not any(linear.panels is not None and linear.reads_quantized for linear, _ in self.products):
+        if not bits or not any(linear.packed is not None and linear.reads_quantized for linear, _ in self.products):
             return ""
         return f".gguf blocks: activations rounded to {bits} bits (AVX-512 VNNI); dtype=float32 rounds nothing"
 

@@ -39,7 +39,7 @@ class RankedOperations:
         self.linear_choices = inner.linear_choices
         self.rotate_latent = inner.rotate_latent
         self.latent_layer = inner.latent_layer
-        self.turn_heads = inner.turn_heads
+        self.rotate_heads = inner.rotate_heads
         self.activated = inner.activated
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:

@@ -82,7 +82,7 @@ def test_layers_of_experts_have_the_same_form(headway: Headway, tmp_path: Path, 
     spec = ExpertsSpec(config, 64, torch.float32, torch.device("cpu"), WeightFormat("plain"), WeightFormat("plain"))
     kind = ExpertsKind(spec, [each(spec) for each in registry.experts.classes("cpu")], lambda *_: None)
     times = {"torch": [9.0] * len(TOKEN_COUNTS), "gathered": [4.0] * 5 + [None] * 9}
-    kind.obey(AxisTimes(TOKENS, times, "measured"))
+    kind.use_times(AxisTimes(TOKENS, times, "measured"))
     console = Console(width=80, record=True)
     data = choice_data(kind, 2, TOKENS) | {"experts": str(spec), "refused": {"triton.rows": "Triton: needs it, got none"}}
     show(kernel_section(data), console, all_kernels=False)

@@ -338,7 +338,7 @@ def test_a_kernel_is_handed_the_parts_that_it_claims(
     assert Whole.parts == handed
     rows = {name: [us] * len(ROW_COUNTS) for name, us in (("whole", 1.0), ("torch", 2.0), ("onednn", 3.0))}
     times = AxisTimes(ROWS, rows, "a test")
-    monkeypatch.setattr(assembly, "choose_products", lambda choices, *_, registry: [each.obey(times) for each in choices])
+    monkeypatch.setattr(assembly, "choose_products", lambda choices, *_, registry: [each.use_times(times) for each in choices])
     llm = serve(tmp_path, claiming)
     assert kernels_of(llm) == {"whole"}
     claiming.apply_fused = raises_fused  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native import library
 from headway.kernels.runtime.native import library as panels_module
-from headway.kernels.runtime.native.library import coded_panels, dense_panels, functions, multiply
+from headway.kernels.runtime.native.library import functions, multiply, pack_dense, pack_quantized
 from headway.kernels.step.native import NativeOperations
 from headway.kernels.step.operations import Heads, Norm, TorchOperations
 from operation_inputs import ropes
@@ -55,7 +55,7 @@ def as_read(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("rows", "columns"), [(50, 96), (64, 70), (160, 576)])
 def test_products_are_right_at_any_number_of_rows(dtype: torch.dtype, rows: int, columns: int) -> None:
     weight, bias = drawn(rows, columns, dtype=dtype), drawn(rows, seed=1, dtype=dtype)
-    panels = dense_panels(weight, bias)
+    panels = pack_dense(weight, bias)
     assert panels is not None
     for count in (0, 1, 2, 3, 5, 8, 9, 13, 16, 25, 100):
         x = drawn(count, columns + 3, seed=2, dtype=dtype)[:, :columns]  # rows that are not side by side
@@ -137,7 +137,7 @@ def test_steps_are_those_of_torch(dtype: torch.dtype, head_norms: bool, count: i
     x, residual = drawn(count, hidden, seed=2, dtype=dtype), drawn(count, hidden, seed=3, dtype=dtype)
     qkv, gate_up, down = (drawn(rows, hidden, seed=4 + rows, dtype=dtype) / 20 for rows in (640, 1024, 512))
     layers = [(Linear(weight), Linear(weight.float())) for weight in (qkv, gate_up, down)]
-    assert all(ours.panels is not None for ours, _ in layers)
+    assert all(ours.packed is not None for ours, _ in layers)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     wide = Norm(norm.weight.float(), norm.eps)
     wide_heads = Heads(6, 2, dim, *([Norm(of_heads.weight.float(), 1e-6)] * 2 if of_heads else [None, None]))
@@ -167,11 +167,11 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
     monkeypatch.setattr(linear_module, "usual_kernels", lambda: builtin_kernels(CPU))
     weight, x = drawn(520, 400), drawn(7, 400, seed=1)
     linear = Linear(weight)
-    assert linear.panels is None
+    assert linear.packed is None
     assert close(linear(x), x.double() @ weight.double().t(), 1e-6)
     blocks = GgufWeight(("Q4_0",), (blocks_of("Q4_0", 32, 64, seed=1),))
     assert not builtin_kernels(CPU).reads(blocks, torch.float32)
-    assert coded_panels(blocks.coded()) is None
+    assert pack_quantized(blocks.coded()) is None
     assert Linear(blocks).expanded_bytes == 4 * 32 * 64
 
 

@@ -57,9 +57,9 @@ def choose_experts(
     :raises BackendError: if the kernel that the user requested is wrong.
     """
     for kind in kinds:
-        if kind.guests or kind.chooses:
+        if kind.third_party or kind.chooses:
             layer = expert_layer(kind, identify_device(kind.device), ahead, registry)
-        for kernel in kind.guests:
+        for kernel in kind.third_party:
             if why := layer.fault(kernel):
                 kind.leave_out(kernel.name, why)
         if kind.chooses and not kind.fixed:
@@ -123,7 +123,7 @@ class ExpertLayer(CountedLayer):
             for name, why in failures(table).items():
                 if kind.chooses and name in kind.kernels and name != kind.requested:
                     kind.leave_out(name, why)
-            kind.obey(self.times(table, TOKENS))
+            kind.use_times(self.times(table, TOKENS))
 
     def able(self, count: int) -> list[str]:
         return [kernel.name for kernel in self.kind.serving(count)]

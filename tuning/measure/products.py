@@ -105,13 +105,13 @@ def settle(sample: LinearLayer) -> None:
 
 
 def _is_tried(kind: LinearChoice, name: str) -> bool:
-    """Return whether a kernel is checked at each start."""
-    return kind.is_guest(name) or getattr(kind.kernels[name], "library", False)
+    """Whether a kernel is tried at each start."""
+    return kind.is_third_party(name) or getattr(kind.kernels[name], "library", False)
 
 
 def _copies(kind: LinearChoice, name: str) -> bool:
-    """Return whether a kernel's repacked weight may be as large as the weight itself."""
-    return kind.is_guest(name) or getattr(kind.kernels[name], "copies", False)
+    """Whether a kernel's arrangement may be as large as the weight."""
+    return kind.is_third_party(name) or getattr(kind.kernels[name], "copies", False)
 
 
 def _unfit(sample: LinearLayer, name: str, rows: int) -> str | None:
@@ -164,7 +164,7 @@ class LinearLayer(CountedLayer):
         """Make the kind choose by measured times, if there are any. seconds: time that may be spent on measuring."""
         table = find_table(self, seconds)
         if table is not None:
-            self.kind.obey(self.times(table, ROWS))
+            self.kind.use_times(self.times(table, ROWS))
 
     def able(self, count: int) -> list[str]:
         return self.kind.able(count)

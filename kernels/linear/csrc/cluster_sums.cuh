@@ -1,5 +1,5 @@
-// From the sums of a block of threads, or of a cluster that shares them over K, to y: they meet in shared memory, and each block
-// finishes its share.
+// Epilogue of a split-K GEMM: the sums of a thread block, or of a cluster that splits K, meet in shared memory, and each thread block
+// finishes its share of y.
 #pragma once
 
 #include "ring.cuh"
@@ -7,10 +7,10 @@
 namespace fused {
 
 constexpr int SUM_ROW = BLOCK_ROWS + 4;  // floats: threads of a warp store to different banks
-constexpr bool FULL = TILES * MOST_ROWS > 128;  // sums leave too few registers, unless other warps give some of theirs
+constexpr bool FULL = TILES * MOST_ROWS > 128;  // sums leave too few registers, unless other warps give up some of theirs
 constexpr int THREADS = MULTIPLYING + (FULL ? 128 : 32);
 
-// part: of the block's.
+// part: index of the 16 rows within the thread block.
 __device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int part, int lane) {
 #pragma unroll
   for (int block = 0; block < MOST_ROWS / 8; ++block) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u
   }
 }
 
-// Until the sums of all blocks are stored.
+// Wait until the sums of all thread blocks of the cluster are stored.
 __device__ __forceinline__ void wait_for_sums() {
   if (SPLITS > 1) {
     cluster_wait();
@@ -31,7 +31,7 @@ __device__ __forceinline__ void wait_for_sums() {
   }
 }
 
-// Of four neighbouring rows of W.
+// Return the sums of four adjacent rows of W, added over the cluster (split-K).
 __device__ __forceinline__ Floats sums_of_blocks(u32 sums, int row, int m) {
   const u32 from = sums + (m * SUM_ROW + row) * 4;
   if (SPLITS == 1) return load_floats(from);
@@ -45,7 +45,7 @@ __device__ __forceinline__ Floats sums_of_blocks(u32 sums, int row, int m) {
   return total;
 }
 
-// From sums to y [n, n + 4). factor: of the row of x.
+// Finish sums and store them to y [n, n + 4). factor: norm factor of the row of x.
 __device__ __forceinline__ void store_four(const Pointers& p, const Floats& sums, const Floats& up, int n, u16* to, float factor) {
   uint2& pairs = *reinterpret_cast<uint2*>(to);
   float y[4];
@@ -58,11 +58,11 @@ __device__ __forceinline__ void store_four(const Pointers& p, const Floats& sums
   pairs = make_uint2(to_pair(y[0], y[1]), to_pair(y[2], y[3]));
 }
 
-// A tile of y: its first row of W, and the rows of x.
+// A tile of y: its first row of W, and its rows of x.
 struct Tile {
   int row, first, rows;
 
-  // Of grid (tiles times blocks of MOST_ROWS rows): neighbours have the same rows of W.
+  // Grid (tiles times blocks of MOST_ROWS rows): adjacent thread blocks have the same rows of W.
   __device__ __forceinline__ explicit Tile(int all_rows) {
     const int row_blocks = (all_rows + MOST_ROWS - 1) / MOST_ROWS;
     row = blockIdx.x / row_blocks * OUT, first = blockIdx.x % row_blocks * MOST_ROWS;
@@ -70,7 +70,7 @@ struct Tile {
   }
 };
 
-// A block's share of a tile, from the sums that it and the others of its cluster have stored. factor_of: of a row of x.
+// Store a thread block's share of a tile, from the sums of its cluster. factor_of: returns the norm factor of a row of x.
 template <typename Factor>
 __device__ __forceinline__ void store_tile(const Pointers& p, const Tile& tile, u32 sums, int split, const Factor& factor_of) {
 #pragma unroll 2
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_tile(const Pointers& p, const Tile& tile, 
   }
 }
 
-// From the sums of a warp's parts to y, when all warps have read the ring's last step. start: of the ring. factor_of: see store_tile.
+// Finish a tile after all warps have read the ring's last stage. start: address of the ring. factor_of: see store_tile.
 template <typename Factor>
 __device__ __forceinline__ void finish_tile(
     const Pointers& p, const float (&sums)[TILES][MOST_ROWS / 2], const Tile& tile, u32 start, int split, int warp, int lane,
@@ -92,10 +92,10 @@ __device__ __forceinline__ void finish_tile(
   for (int i = 0; i < TILES; ++i) store_sums(sums[i], start, i * WARPS + warp, lane);
   wait_for_sums();
   store_tile(p, tile, start, split, factor_of);
-  if (SPLITS > 1) cluster_wait();  // a block's shared memory must be there until all have read it
+  if (SPLITS > 1) cluster_wait();  // a thread block's shared memory must exist until all have read it
 }
 
-// Of each of a warp's parts, the first row of W, which is there; GATED: half of the parts are of the gate.
+// Find the first row of W of each of a warp's parts, clamped to N; GATED: half of the parts are of the gate.
 __device__ __forceinline__ void find_rows(int (&rows)[TILES], int first, int warp) {
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {

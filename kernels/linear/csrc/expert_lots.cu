@@ -1,17 +1,17 @@
-// Products of quantised experts over lots of up to MOST_ROWS rows of one expert, whose weights lie one after the other: as shared_rows.cu,
-// by warps that lie side by side along the rows of W and share x, so that neither a sum over K nor a copy of x is a warp's own.
+// Grouped GEMM (MoE) over quantized experts, in tiles ("lots") of up to MOST_ROWS rows of one expert. The experts' weights are
+// contiguous. As in shared_rows.cu, warps are side by side along the rows of W and share x: no warp has its own sum over K or copy of x.
 //
-// Three launches before the sum: arrange_lots finds the lots, writes them to a table, and puts the rows of their tokens into the order of
-// pairs.cuh; the first product (GATHER) writes its activated rows in that order for the second, whose rows lie in the order of experts.
-// add_slots sums those of each token, in the order of its slots: the same bits in every run, whatever the other tokens are.
+// Four launches: arrange_lots finds the tiles, writes them to a table, and permutes the rows of their tokens into the order of pairs.cuh.
+// The first GEMM (GATHER) stores its activated rows in that order for the second, whose rows are sorted by expert. add_slots sums the
+// rows of each token in the order of its slots: the same bits in every run, whatever the other tokens are.
 //
-// Blocks of threads take turns at all tiles of all lots, and the thread that copies runs ahead from one to the next. Neighbours have the
-// same tile of lots that follow one another, so that lots of one expert find its weight in the L2 cache. A part of 16 rows is of 8 of the
-// gate and 8 of the other half where GATED: a thread has both sums of an output, and no warp waits for another but at the ring.
+// Thread blocks loop over all output tiles of all lots, and the thread that copies runs ahead to the next one. Adjacent thread blocks
+// have the same output tile of consecutive lots, so that lots of one expert find its weight in the L2 cache. If GATED, a part of 16 rows
+// has 8 of the gate and 8 of the other half: a thread has both sums of an output, and warps wait for each other only at the ring.
 //
-// Copies of W are boxes of BOX rows, of which none reaches beyond an expert's; columns beyond a row's end are zeros, of W and of x.
+// Copies of W are boxes of BOX rows, none of which extends beyond an expert. Columns beyond a row's end are zeros, in W and in x.
 //
-// The table is there before the first product begins, and so the second asks for weights before it waits for it.
+// The table exists before the first GEMM starts, so the second one loads weights before it waits for the first.
 
 #include "lots.cuh"
 #if MOST_ROWS <= 16
@@ -25,25 +25,25 @@ namespace fused {
 constexpr int STEPS = (SLICES + STEP_SLICES - 1) / STEP_SLICES;
 constexpr int THREADS = MULTIPLYING + 32;
 constexpr int TILES_OF_OUT = (N + OUT - 1) / OUT;
-constexpr int PIECES = GATED ? 2 : 1;                                 // of a tile's rows in W, of OUT rows each
-constexpr int ROW_PLACES = MOST_ROWS * WINDOW;                        // numbers of a window of a lot
-constexpr int LOT_PLACES = STEPS * 2 * ROW_PLACES;                    // of x of a lot
+constexpr int PIECES = GATED ? 2 : 1;                                 // row ranges of a tile in W, of OUT rows each
+constexpr int ROW_PLACES = MOST_ROWS * WINDOW;                        // elements of a window of a lot
+constexpr int LOT_PLACES = STEPS * 2 * ROW_PLACES;                    // elements of a lot's x
 constexpr int PIECE_SCALES = BY_GROUP ? (GROUPS * OUT * SCALE_SIZE + 127) / 128 * 128 : 0;  // bytes
 constexpr int PIECE_ZEROS = ZEROS ? (GROUPS * OUT + 127) / 128 * 128 : 0;
 static_assert(OUT % BOX == 0 && N % BOX == 0);
 
-// Of a slice in shared memory; see Ring.
+// Layout of a slice in shared memory; see Ring.
 struct Layout : PairsLayout {
   static constexpr int part = 16 / PIECES, group = OUT, scales = BLOCK_ROWS * SLICE, zeros = scales + PIECES * PIECE_SCALES;
   static constexpr int bytes = zeros + PIECES * PIECE_ZEROS, below = GATED ? OUT * SLICE : 8 * SLICE;
   static constexpr int below_scales = GATED ? PIECE_SCALES : 8 * SCALE_SIZE, below_zeros = GATED ? PIECE_ZEROS : 8;
 };
 
-// What arrange_lots tells the others.
+// Output of arrange_lots for the other kernels.
 struct Table {
   u32 count;
-  u32 lots[MOST_LOTS + 1];    // the first place of each in the lower half, its expert in the upper; the last: where the others end
-  u32 place_of[MOST_PAIRS];   // of each pair of token and slot
+  u32 lots[MOST_LOTS + 1];    // first position of each lot in the lower half, its expert in the upper; the last entry is the end
+  u32 place_of[MOST_PAIRS];   // position of each pair of token and slot
 };
 
 struct Lot {
@@ -54,7 +54,7 @@ struct Lot {
   }
 };
 
-// A tile of a lot, and the way from one to the next that a block of threads takes.
+// An output tile of a lot, and the iteration of a thread block over them.
 struct Item {
   int tile, lot, lots, whole, rest;
 
@@ -115,7 +115,7 @@ struct Copier {
     }
   }
 
-  // Rows that the lot does not have keep what lies there: nobody reads their sums.
+  // Padding rows of the lot keep old values: their sums are never read.
   __device__ __forceinline__ void inputs(const Cursor& at, int stage) const {
     const u32 bytes = Lot(lots, at.item.lot).rows * 128;
     const u16* from = x + static_cast<u64>(at.item.lot) * LOT_PLACES + at.step * (2 * ROW_PLACES);
@@ -141,11 +141,11 @@ struct Copier {
 
 // --- the warps that multiply ---
 
-// BY_BLOCK, of a warp's parts, asked for a step ahead, beyond the end of an item, too. A step's slices mostly have one scale.
+// BY_BLOCK: scales of a warp's parts, loaded a step ahead, also across items. A step's slices mostly have one scale.
 struct Scales {
   static constexpr int EACH = SCALE_SPAN % (STEP_SLICES * SLICE) == 0 ? 1 : STEP_SLICES;
   const float* scales;
-  int own[TILES][PIECES], following[TILES][PIECES];  // where those of a row of blocks begin: of this item, and of the one after it
+  int own[TILES][PIECES], following[TILES][PIECES];  // first scale of a row of blocks, for this item and for the next one
   float next[EACH][TILES][PIECES];
 
   __device__ __forceinline__ void find(int (&places)[TILES][PIECES], const u32* lots, const Item& item, int warp) {
@@ -158,7 +158,7 @@ struct Scales {
       for (int piece = 0; piece < PIECES; ++piece) places[tile][piece] = (base + piece * N + n) / SCALE_ROWS * (ROW / SCALE_SPAN);
     }
   }
-  // Once, before the first item.
+  // Call once, before the first item.
   __device__ __forceinline__ void start(const Pointers& p, const u32* lots, const Item& item, int warp) {
     if constexpr (BY_BLOCK) {
       scales = reinterpret_cast<const float*>(p.scales);
@@ -190,10 +190,10 @@ struct Scales {
   }
 };
 
-// What a thread's sums are multiplied by and added to: found before they are there, unless they leave too few registers.
+// Factors and addends of a thread's sums, loaded before the sums are ready unless they leave too few registers.
 struct Outputs {
   static constexpr bool EARLY = MOST_ROWS <= 16;
-  int n[TILES];  // of y, the first; not GATED: the other is 8 behind it
+  int n[TILES];  // first column of y; if not GATED, the other one is n + 8
   float scale[TILES][2], bias[TILES][2];
 
   __device__ __forceinline__ void find(const Pointers& p, const Lot& lot, int tile_of_out, int warp, int lane) {
@@ -202,7 +202,7 @@ struct Outputs {
       n[tile] = tile_of_out * OUT + (tile * WARPS + warp) * Layout::part + lane / 4;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const bool there = n[tile] < N;  // parts end with N
+        const bool there = n[tile] < N;  // parts end at N
         const int at = lot.expert * WIDTH + n[tile] + i * (GATED ? N : 8);
         scale[tile][i] = BY_ROW && there ? reinterpret_cast<const float*>(p.scales)[at] : 1.0f;
         bias[tile][i] = BIAS && there ? from_half(p.bias[at]) : 0.0f;
@@ -212,7 +212,7 @@ struct Outputs {
 };
 
 #if GATHER
-// Where a column of the next product's x lies in row 0 of a lot, but for the swizzle; and the chunk of its window that it lies in.
+// Position of a column of the next GEMM's x in row 0 of a lot, before the swizzle, and the chunk of its window.
 struct NextColumn {
   int place, chunk;
 
@@ -232,7 +232,7 @@ struct Target {
   const Lot& lot;
   const int number;
 
-  // Of up to MOST_ROWS rows of the lot that lie 1 behind the other.
+  // Store up to MOST_ROWS rows of the lot.
   __device__ __forceinline__ void store(int n, const float (&y)[MOST_ROWS / 4], int lane) const {
 #if GATHER
     const NextColumn column(n);
@@ -300,8 +300,8 @@ __device__ __forceinline__ void multiply_items(const Pointers& p, const u32* lot
 }  // namespace fused
 
 #if GATHER
-// Find the lots; put the row of each pair's token where the first product looks for it, and zeros where rows of x of either product have
-// no columns. x: [tokens, K]. experts: [pairs]. between: of the second product's x. Grid (pairs).
+// Find the lots. Copy the row of each pair's token to the first GEMM's input, and write zeros beyond the columns of both GEMMs' inputs.
+// x: [tokens, K]. experts: [pairs]. between: the second GEMM's x. Grid (pairs).
 extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_lots(
     const fused::u16* x, const fused::u32* experts, fused::Table* table, fused::u16* arranged, fused::u16* between) {
   using namespace fused;
@@ -338,8 +338,8 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_lots(
   }
 }
 #else
-// y += the sum over each token's slots of weight * what the expert gave. parts: [pairs, N], in the order of experts. Four columns of a
-// thread. Grid (tokens, columns / (4 ARRANGING)).
+// y += the weighted sum of the experts' outputs over each token's slots. parts: [pairs, N], sorted by expert. Four columns per thread.
+// Grid (tokens, columns / (4 ARRANGING)).
 extern "C" __global__ void __launch_bounds__(fused::ARRANGING) add_slots(
     const float* parts, const fused::Table* table, const float* weights, fused::u16* y) {
   using namespace fused;
@@ -361,9 +361,9 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) add_slots(
 }
 #endif
 
-// GATHER: between = activation(W_e x + bias), gated where GATED, in the order of the next product's x. Else parts = W_e x + bias, float32
-// [pairs, N] in the order of experts. Sums in float32. x: arranged. codes: of bytes [rows of all experts, ROW], in boxes of BOX rows and
-// SLICE bytes; scales, zeros: BY_GROUP, of [groups, rows of all experts], in boxes of GROUPS and OUT. Grid: any number of blocks.
+// GATHER: between = activation(W_e x + bias), or gated, in the order of the next GEMM's x. Else parts = W_e x + bias, float32 [pairs, N],
+// sorted by expert. Sums in float32. x: permuted. codes: bytes [rows of all experts, ROW], in boxes of BOX rows and SLICE bytes. scales,
+// zeros: BY_GROUP [groups, rows of all experts], in boxes of GROUPS and OUT. Grid: any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) expert_lots(
     const __grid_constant__ fused::TensorMap codes, const __grid_constant__ fused::TensorMap scales,
     const __grid_constant__ fused::TensorMap zeros, const fused::Pointers p, const fused::Table* table) {
@@ -371,12 +371,12 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) expert_lo
   extern __shared__ __align__(1024) char dynamic[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ u32 lots[MOST_LOTS + 1];
-  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler is to know that warps are whole
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // shows the compiler that the value is the same for the whole warp
   const u32 start = (shared_address(dynamic) + 1023) / 1024 * 1024;
   const Ring<Layout> ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
   if (threadIdx.x == MULTIPLYING) ring.init();
   if (GATHER) wait_for_earlier();
-  launch_dependents();  // not before: the second product reads the table before it waits
+  launch_dependents();  // not earlier: the second GEMM reads the table before it waits
   const int count = load_stored(&table->count);
   for (int lot = threadIdx.x; lot <= count; lot += THREADS) lots[lot] = load_stored(table->lots + lot);
   __syncthreads();

@@ -1,11 +1,11 @@
-// Products of quantised experts, each with few tokens: as few_rows.cu, whose warps these are, over lots of rows of one expert.
+// Skinny GEMM (MoE) over quantized experts with few tokens each: the warps of few_rows.cu, over tiles ("lots") of one expert's rows.
 //
-// The first product (GATHER) reads the rows of tokens, and its activated rows lie by pair of token and slot. Its blocks of threads
-// take turns at all tiles of all lots; neighbours have the same tile of lots that follow one another, so that lots of one expert find
-// its weight in the L2 cache. The second reads these rows. A block has a tile of the output in all lots, one after the other, and
-// adds what they give to the tile's part of every token, in shared memory: in the order of experts, the same bits in every run.
+// The first GEMM (GATHER) reads the rows of tokens and stores activated rows by pair of token and slot. Its thread blocks loop over all
+// output tiles of all lots. Adjacent thread blocks have the same output tile of consecutive lots, so that lots of one expert find its
+// weight in the L2 cache. The second GEMM reads these rows. A thread block computes one output tile for all lots, one after the other,
+// and adds the results to every token's part of the tile in shared memory: in the order of experts, the same bits in every run.
 //
-// Which experts there are is known before the first product begins, and so the second asks for weights before it waits for it.
+// The experts are known before the first GEMM starts, so the second one loads weights before it waits for the first.
 
 #include "lots.cuh"
 #include "warp_step.cuh"
@@ -13,7 +13,7 @@
 namespace fused {
 
 constexpr int OUT_TILES = (N + WARP_OUT - 1) / WARP_OUT;
-constexpr int LANE_ROWS = MOST_ROWS == 1 ? 1 : MOST_ROWS / 4;                // of x, whose columns a lane copies
+constexpr int LANE_ROWS = MOST_ROWS == 1 ? 1 : MOST_ROWS / 4;                // rows of x whose columns a lane copies
 constexpr int TOTALS = GATHER ? 0 : (MOST_TOKENS * WARP_OUT + 3) / 4 * 4;    // floats: a tile of y for every token
 
 struct Shared {
@@ -21,10 +21,10 @@ struct Shared {
   float* sums;      // [2, WARPS, MOST_ROWS, SUM_ROW]
   float* totals;    // [MOST_TOKENS, WARP_OUT], not GATHER
   Lots* lots;
-  u32 full, empty;  // two barriers each, of 8 bytes: whether a tile's sums are there, and whether they have been read
+  u32 full, empty;  // two barriers of 8 bytes each: a tile's sums are ready, and have been read
 };
 
-// A tile of a lot, and the way from one to the next that a block of threads takes.
+// An output tile of a lot, and the iteration of a thread block over them.
 struct Item {
   int tile, lot, lots;
 
@@ -33,7 +33,7 @@ struct Item {
     lot = GATHER ? blockIdx.x % count : 0;
   }
   __device__ __forceinline__ bool is_there() const { return tile < OUT_TILES; }
-  // whole, rest: of gridDim.x / lots.
+  // whole, rest: quotient and remainder of gridDim.x / lots.
   __device__ __forceinline__ void advance(int whole, int rest) {
     lot += GATHER ? rest : 1;
     if (GATHER) tile += whole;
@@ -41,7 +41,7 @@ struct Item {
   }
 };
 
-// Where a warp's copies are: the step, and the rows of x of the lot, -1: there is none.
+// Position of a warp's copies: the step, and the lot's rows of x; -1 means none.
 struct Cursor {
   Item item;
   int step, whole, rest, first;
@@ -67,7 +67,7 @@ struct Cursor {
     item.advance(whole, rest);
     find(lots, lane);
   }
-  // Of the weight's slices a warp has every WARPS-th.
+  // A warp handles every WARPS-th slice of the weight.
   __device__ __forceinline__ int slice(int warp) const { return step * WARPS + warp; }
   __device__ __forceinline__ bool is_there(int warp) const {
     return item.is_there() && (SLICES % WARPS == 0 || slice(warp) < SLICES);
@@ -77,7 +77,7 @@ struct Cursor {
     const int base = first, out = item.tile * WARP_OUT;
     copy_weights(p, to, [base, out](int part) { return base + first_row(out, part); }, slice(warp), lane, policy);
   }
-  // Ask for the columns of x of a slice. Rows that the lot does not have keep what lies there: nobody reads their sums.
+  // Copy the columns of x of a slice. Padding rows of the lot keep old values: their sums are never read.
   __device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int warp, int lane) const {
 #pragma unroll
     for (int i = 0; i < (HALVES * MOST_ROWS * 8 + 31) / 32; ++i) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
     inputs.advance(lots, lane);
   }
   u32 stage = 0, free_stage = STAGES - 1;
-  int count = 0;  // of items
+  int count = 0;  // items so far
   float squares[BLOCKS];
   for (Item item(lots.count); item.is_there(); item.advance(ahead.whole, ahead.rest), ++count) {
     float sums[TILES][BLOCKS][4] = {};
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
 
 // --- the warps that finish ---
 
-// One element of an item's answer: its place in the sums, and what it is multiplied by and added to.
+// One element of an item's output: its position in the sums, its factor and its addend.
 struct Output {
   bool there;
   int row, m, pair;
@@ -172,7 +172,7 @@ struct Output {
   }
 };
 
-// Move a tile of every token between y and shared memory. thread: of the finishing ones; each has the same elements every time.
+// Move a tile of every token between y and shared memory. thread: index among the finishing threads; elements per thread are fixed.
 template <typename Move>
 __device__ __forceinline__ void move_totals(const Shared& shared, int tile, int tokens, int thread, Move move) {
   for (int o = thread; o < tokens * WARP_OUT; o += FINISHING) {
@@ -192,9 +192,9 @@ __device__ __forceinline__ void finish_items(const Pointers& p, const Shared& sh
       if (item.lot == 0) {
         move_totals(shared, item.tile, tokens, thread, [&](u64 at, float& total) { total = from_half(p.y[at]); });
       }
-      named_sync(1, FINISHING);  // the totals hold what the lots before have added
+      named_sync(1, FINISHING);  // the totals include the previous lots
     }
-    Output outputs[OUTPUTS];  // found before the sums are there
+    Output outputs[OUTPUTS];  // loaded before the sums are ready
 #pragma unroll
     for (int i = 0; i < OUTPUTS; ++i) outputs[i].find(p, lots, item, i * FINISHING + thread);
     barrier_wait(shared.full + 8 * buffer, count / 2 % 2);
@@ -221,8 +221,8 @@ __device__ __forceinline__ void finish_items(const Pointers& p, const Shared& sh
 
 }  // namespace fused
 
-// GATHER: y[pair] = activation(W_e x[token] + bias), gated where GATED. Else y[token] += the sum over its slots of weight * (W_e
-// x[pair] + bias). Sums in float32. tokens: up to MOST_TOKENS. Grid: any number of blocks.
+// GATHER: y[pair] = activation(W_e x[token] + bias), or gated. Else y[token] += the sum over its slots of weight * (W_e x[pair] + bias).
+// Sums in float32. tokens: up to MOST_TOKENS. Grid: any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) expert_rows(
     const fused::Pointers p, const fused::Routed routed, const int tokens) {
   using namespace fused;
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) expert_ro
   const u32 full = shared_address(barriers);
   const Shared shared = {shared_address(dynamic), sums, totals, reinterpret_cast<Lots*>(totals + TOTALS), full, full + 16};
   if (GATHER) wait_for_earlier();
-  launch_dependents();  // not before: the second product reads the experts before it waits
+  launch_dependents();  // not earlier: the second GEMM reads the experts before it waits
   if (threadIdx.x < 4) barrier_init(full + 8 * threadIdx.x, threadIdx.x < 2 ? WARPS * 32 : FINISHING);
   find_lots(*shared.lots, routed, tokens * SLOTS, THREADS);
   const int warp = threadIdx.x / 32;

@@ -1,20 +1,20 @@
-// Products of up to 16 rows over quantised weights: the time is that of reading the weight's bytes.
+// GEMV and skinny GEMM over quantized weights for up to 16 rows: the time is that of reading the weight's bytes.
 //
-// A block of threads computes tiles of PART_ROWS rows of the weight, one after the other. Its warps lie side by side along K: each
-// multiplies its own slices of every row. A warp's slices run through a ring of STAGES steps in shared memory; the copies of later
-// steps, and of the next tile, are under way meanwhile. Further warps add the sums of a tile, finish and store it, so that those that
-// multiply never wait for each other: two tiles' sums have room.
+// A thread block computes tiles of PART_ROWS rows of the weight, one after the other. Its warps are side by side along K (split-K within
+// the thread block): each multiplies its own slices of every row. A warp's slices pass through a ring of STAGES steps in shared memory,
+// while later steps and the next tile are being copied. Further warps add the sums of a tile, finish and store it, so that the warps that
+// multiply never wait for each other: there is room for the sums of two tiles.
 //
-// KEPT: a warp keeps its columns of x in shared memory, which all tiles need; else they run through the ring with the slices, each
-// time out of the L2 cache, whose rate then is the limit where a tile has few rows.
+// KEPT: a warp keeps its columns of x in shared memory, since all tiles need them. Otherwise they pass through the ring with the slices,
+// from the L2 cache each time, whose bandwidth then is the limit if a tile has few rows.
 //
-// Bytes of the weight are asked for before the kernel waits for the one before it (programmatic dependent launch).
+// The weight is loaded before the kernel waits for its predecessor (programmatic dependent launch).
 
 #include "warp_step.cuh"
 
 namespace fused {
 
-// The weight of a head's norm, float32 or in half precision.
+// Return the weight of a head's norm, which is float32 or half precision.
 __device__ __forceinline__ float norm_at(const void* norm, int k) {
 #if HEAD_NORM_FLOAT
   return static_cast<const float*>(norm)[k];
@@ -27,7 +27,7 @@ __device__ __forceinline__ void copy_tile(const Pointers& p, u32 to, int tile, i
   copy_weights(p, to, [tile](int part) { return first_row(tile * WARP_OUT, part); }, slice, lane, policy);
 }
 
-// Ask for the columns of x of a slice, the rows from `rows` on as zeros.
+// Copy the columns of x of a slice. Rows from `rows` on become zeros.
 __device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int slice, int lane, int rows) {
 #pragma unroll
   for (int i = 0; i < (HALVES * MOST_ROWS * 8 + 31) / 32; ++i) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int slice
   }
 }
 
-struct Place {  // of a step: the tile, and the number of the slice among the warp's
+struct Place {  // position of a step: the tile, and the index among the warp's slices
   int tile, step;
   __device__ __forceinline__ void advance() {
     if (++step == STEPS) {
@@ -49,7 +49,7 @@ struct Place {  // of a step: the tile, and the number of the slice among the wa
   }
 };
 
-// 1 / sqrt(mean of squares + eps) of a row of x. squares: of each warp's columns [WARPS, MOST_ROWS].
+// Return 1 / sqrt(mean of squares + eps) of a row of x. squares: sums over each warp's columns [WARPS, MOST_ROWS].
 __device__ __forceinline__ float norm_factor(const float* squares, int m, float eps) {
   float sum = 0.0f;
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ __forceinline__ float norm_factor(const float* squares, int m, float 
   return rsqrtf(sum / K + eps);
 }
 
-// thread: of the finishing ones.
+// thread: index among the finishing threads.
 __device__ __forceinline__ void load_residual(const Pointers& p, float (&residual)[OUTPUTS], int tile, int thread, int rows) {
 #pragma unroll
   for (int i = 0; i < OUTPUTS; ++i) {
@@ -80,10 +80,11 @@ __device__ __forceinline__ void store_tile(
 }
 
 #if HEADS > 0
-constexpr int TURNED = (MOST_ROWS + FINISHERS - 1) / FINISHERS;  // rows of a warp that finishes
+constexpr int TURNED = (MOST_ROWS + FINISHERS - 1) / FINISHERS;  // rows per finishing warp
 constexpr int HALF_HEAD = HEAD_DIM / 2, PARTS = (HALF_HEAD + 31) / 32;
 
-// The elements of a head that a lane turns, of each of its warp's rows: asked for together, for a wait each would be most of the time.
+// Elements of a head that a lane rotates (RoPE), for each of its warp's rows. All are loaded before the first use: separate waits would
+// dominate the time.
 struct Turning {
   u16 low[TURNED][PARTS], high[TURNED][PARTS];
   float cos[TURNED][PARTS], sin[TURNED][PARTS];
@@ -128,13 +129,14 @@ struct Turning {
   }
 };
 
-// Norm and rotate the heads of q and k that this tile completes, in all rows of y. shared: one int. thread: of the finishing ones.
+// Norm and rotate the heads of q and k that this tile completes, in all rows of y. shared: one int. thread: index among the finishing
+// threads.
 __device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int tile, int thread, int rows, float eps) {
   const int begin = tile * WARP_OUT, end = min(begin + WARP_OUT, N);
   const int warp = thread / 32, lane = thread % 32;
   for (int head = begin / HEAD_DIM; head < HEADS + KV_HEADS && head * HEAD_DIM < end; ++head) {
     const int count = min(end, (head + 1) * HEAD_DIM) - max(begin, head * HEAD_DIM);
-    named_sync(1, FINISHING);  // all of this tile is stored; counting releases it
+    named_sync(1, FINISHING);  // all of this tile is stored; the arrival count releases it
     if (thread == 0) *shared = add_arrivals(p.arrivals + head, count);
     named_sync(1, FINISHING);
     if (*shared + count < HEAD_DIM) continue;
@@ -160,7 +162,7 @@ struct Shared {
   float* sums;        // [2, WARPS, MOST_ROWS, SUM_ROW]
   float* squares;     // [WARPS, MOST_ROWS]
   int* arrived;
-  u32 full, empty;    // two barriers each, of 8 bytes: whether a tile's sums are there, and whether they have been read
+  u32 full, empty;    // two barriers of 8 bytes each: a tile's sums are ready, and have been read
 };
 
 __device__ __forceinline__ void store_squares(float* mine, float (&squares)[BLOCKS], int lane) {
@@ -176,7 +178,7 @@ __device__ __forceinline__ void store_squares(float* mine, float (&squares)[BLOC
 __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared, int warp, int lane, int rows, int tiles) {
   const u64 policy = read_once();
   const u32 ring = shared.rings + warp * (STAGES * STEP_BYTES);
-  // Of a step in a stage of the ring.
+  // Address of the inputs of a step in a stage of the ring.
   const auto inputs_at = [&](int step, u32 stage) {
     return KEPT ? shared.inputs + (warp * STEPS + step) * INPUT_BYTES : ring + stage * STEP_BYTES + SLICE_BYTES;
   };
@@ -200,7 +202,7 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
     place.advance();
   }
   u32 stage = 0, free_stage = STAGES - 1;
-  int count = 0;  // of tiles
+  int count = 0;  // tiles so far
   float squares[BLOCKS] = {};
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++count) {
     float sums[TILES][BLOCKS][4] = {};
@@ -249,7 +251,7 @@ __device__ __forceinline__ void finish_tiles(
 
 }  // namespace fused
 
-// y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid: any number of blocks.
+// y = W norm(x) + bias, optionally activated, gated, or added to y. Sums in float32. Grid: any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
     const fused::Pointers p, const float eps, const float head_eps, const int rows, const int tiles) {
   using namespace fused;

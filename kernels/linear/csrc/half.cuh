@@ -1,4 +1,4 @@
-// Half precision in pairs, as the matrix units take it: bfloat16, or float16 (HALF_TYPE 1).
+// Half precision in pairs, as tensor cores take it: bfloat16, or float16 (HALF_TYPE 1).
 #pragma once
 
 #include "ptx.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
 
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 
-// {low, high}, each rounded to the nearest.
+// Return {low, high}, each rounded to nearest.
 __device__ __forceinline__ u32 to_pair(float low, float high) {
   u32 out;
   asm("cvt.rn." PAIR_TYPE ".f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -55,7 +55,7 @@ __device__ __forceinline__ float from_half(u16 bits) {
 __device__ __forceinline__ float low_of(u32 pair) { return from_half(static_cast<u16>(pair)); }
 __device__ __forceinline__ float high_of(u32 pair) { return from_half(static_cast<u16>(pair >> 16)); }
 
-// sums [16, 8] += a [16, 16] b [16, 8], each thread with its parts (PTX ISA, "mma.m16n8k16").
+// sums [16, 8] += a [16, 16] b [16, 8] on tensor cores, each thread with its fragments (PTX ISA, "mma.m16n8k16").
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT_TYPE "." ELEMENT_TYPE
       ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -1,5 +1,5 @@
-// Which tokens go to which expert: their pairs of token and slot in the order of experts, in lots of up to MOST_ROWS of one expert.
-// Each block of threads finds them for itself, in shared memory, which takes less time than another launch.
+// Routing for grouped GEMMs (MoE): pairs of token and slot sorted by expert, in tiles ("lots") of up to MOST_ROWS pairs of one expert.
+// Each thread block finds them by itself, in shared memory, which is faster than another launch.
 #pragma once
 
 #include "ptx.cuh"
@@ -10,7 +10,7 @@ constexpr int MOST_PAIRS = MOST_TOKENS * SLOTS;
 constexpr int MOST_TOUCHED = MOST_PAIRS < EXPERTS ? MOST_PAIRS : EXPERTS;
 constexpr int MOST_LOTS = (MOST_PAIRS + MOST_TOUCHED * (MOST_ROWS - 1)) / MOST_ROWS;
 
-// What the router hands on: which experts a token passes, and what it gives to each.
+// Output of the router: the experts of each token, and their weights.
 struct Routed {
   const u32* experts;    // [tokens, SLOTS]
   const float* weights;  // [tokens, SLOTS]
@@ -24,23 +24,23 @@ struct Routed {
 
 struct Lots {
   int count;
-  float weights[GATHER ? 1 : MOST_PAIRS];  // at each place: of what the expert gives
-  u16 pairs[MOST_PAIRS];        // at each place; pair p is slot p % SLOTS of token p / SLOTS
-  u16 places[MOST_LOTS + 1];    // where each lot begins, and where the last ends
-  u16 experts[MOST_LOTS];       // of each lot
-  u16 expert_of[MOST_PAIRS];    // of each pair
-  u16 rank_of[MOST_PAIRS];      // of each pair: how many of the expert's come before it
-  u16 starts[EXPERTS + 1];      // place of each expert's first pair; before that is known: its number of pairs
-  u16 firsts[EXPERTS + 1];      // number of each expert's first lot
+  float weights[GATHER ? 1 : MOST_PAIRS];  // at each position: weight of the expert's output
+  u16 pairs[MOST_PAIRS];        // at each position: pair p, which is slot p % SLOTS of token p / SLOTS
+  u16 places[MOST_LOTS + 1];    // start of each lot, and end of the last
+  u16 experts[MOST_LOTS];       // expert of each lot
+  u16 expert_of[MOST_PAIRS];    // expert of each pair
+  u16 rank_of[MOST_PAIRS];      // rank of each pair: number of the expert's pairs before it
+  u16 starts[EXPERTS + 1];      // position of each expert's first pair; before that is known, its number of pairs
+  u16 firsts[EXPERTS + 1];      // index of each expert's first lot
 };
 static_assert(sizeof(Lots) <= LOTS_BYTES);
 
 __device__ __forceinline__ u32 lots_of(u32 pairs) { return (pairs + MOST_ROWS - 1) / MOST_ROWS; }
 
-// By one warp: count each expert's pairs, and give each pair its number among them.
+// Count each expert's pairs, and rank each pair among them. Called by one warp.
 __device__ __forceinline__ void rank_pairs(Lots& lots, int pairs, int lane) {
   for (int first = 0; first < pairs; first += 32) {
-    const int pair = first + lane, expert = pair < pairs ? lots.expert_of[pair] : EXPERTS;  // the last: of no pair
+    const int pair = first + lane, expert = pair < pairs ? lots.expert_of[pair] : EXPERTS;  // EXPERTS marks lanes without a pair
     const u32 alike = __match_any_sync(0xffffffff, expert), before = alike & ((1u << lane) - 1);
     const int known = lots.starts[expert];
     __syncwarp();
@@ -50,10 +50,10 @@ __device__ __forceinline__ void rank_pairs(Lots& lots, int pairs, int lane) {
   }
 }
 
-// By one warp: from the experts' numbers of pairs to where their pairs and their lots begin.
+// Compute the start of each expert's pairs and lots from their counts. Called by one warp.
 __device__ __forceinline__ void place_experts(Lots& lots, int lane) {
   constexpr int each = (EXPERTS + 31) / 32;
-  u32 own = 0;  // pairs, and lots in the upper half
+  u32 own = 0;  // pairs in the lower half, and lots in the upper half
 #pragma unroll
   for (int i = 0; i < each; ++i) {
     const int expert = lane * each + i;
@@ -77,10 +77,10 @@ __device__ __forceinline__ void place_experts(Lots& lots, int lane) {
   if (lane == 31) lots.starts[EXPERTS] = before & 0xffff, lots.firsts[EXPERTS] = lots.count = before >> 16;
 }
 
-// By all threads of a block.
+// Find all lots. Called by all threads of a thread block.
 __device__ __forceinline__ void find_lots(Lots& lots, const Routed& routed, int pairs, int threads) {
   const int thread = threadIdx.x;
-#if MOST_ROWS == 1  // of one token: no expert has two pairs
+#if MOST_ROWS == 1  // one token: no expert has two pairs
   for (int pair = thread; pair < pairs; pair += threads) {
     lots.experts[pair] = routed.expert_of(pair), lots.pairs[pair] = lots.places[pair] = pair;
     if (!GATHER) lots.weights[pair] = routed.weight_of(pair);

@@ -1,11 +1,11 @@
-// What a block of ARRANGING threads needs of a row of x as a whole, and the norm before a product.
+// Row reductions for a thread block of ARRANGING threads, and the RMSNorm before a GEMM.
 #pragma once
 
 #include "ring.cuh"
 
 namespace fused {
 
-// Over all threads: the sum, or the largest.
+// Return the sum, or the maximum, over all threads.
 template <bool LARGEST>
 __device__ __forceinline__ float of_row(float own) {
   __shared__ float warps[ARRANGING / 32];
@@ -27,10 +27,10 @@ __device__ __forceinline__ float squares(u32 pair) {
   return low * low + high * high;
 }
 
-// 1 / sqrt(mean of squares + eps) of a row of x. squares: of the thread's columns.
+// Return 1 / sqrt(mean of squares + eps) of a row of x. squares: sum over the thread's columns.
 __device__ __forceinline__ float norm_factor(float squares, float eps) { return rsqrtf(of_row<false>(squares) / K + eps); }
 
-// A pair of numbers of a row, normed. column: of the first.
+// Return a pair of a row's elements, normed. column: column of the first.
 __device__ __forceinline__ float2 normed(u32 pair, const void* norm, int column, float factor) {
 #if NORM_FLOAT
   const float* weight = static_cast<const float*>(norm) + column;

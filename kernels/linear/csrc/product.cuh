@@ -1,13 +1,12 @@
-// What one warp does of a product over a quantised weight: TILES parts of 16 rows of W, a slice of 64 bytes of each row at a time,
-// against as many columns of x.
+// GEMM over a quantized weight by one warp: TILES parts of 16 rows of W, in slices of 64 bytes of each row, times the same columns of x.
 //
-// The matrix units take W as their first operand [16, 16] and x^T [16, 8] as the second. A sum over K may have any order: what a
-// thread gives of a row are 16 bytes that lie together, which it has copied itself, and of x the columns that belong to them.
+// The tensor cores take W as the first operand [16, 16] and x^T [16, 8] as the second. The order of a sum over K is free, so a thread
+// contributes 16 contiguous bytes of a row, which it has copied itself, and the columns of x that belong to them.
 #pragma once
 
 #include "unpack.cuh"
 
-#ifndef EXPERTS  // whose weights lie one after the other
+#ifndef EXPERTS  // experts whose weights are contiguous
 #define EXPERTS 1
 #endif
 
@@ -15,34 +14,34 @@ namespace fused {
 
 constexpr int SLICE = 64;
 constexpr int SLICES = (ROW + SLICE - 1) / SLICE;
-constexpr int REST = ROW % SLICE;  // bytes of the last slice, where it is no whole one: the rest is zeros, of W and of x
+constexpr int REST = ROW % SLICE;  // bytes of the last slice if it is incomplete; the rest is zeros, in W and in x
 constexpr int BLOCKS = MOST_ROWS <= 8 ? 1 : MOST_ROWS / 8;
-constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups of a slice
-constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // a scale for each row, multiplied at the end
-constexpr bool BY_BLOCK = !BY_ROW && SCALE_ROWS > 1;                 // a scale for 16 rows and more
+constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups per slice
+constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // one scale per row, applied at the end
+constexpr bool BY_BLOCK = !BY_ROW && SCALE_ROWS > 1;                 // one scale per 16 rows or more
 constexpr bool BY_GROUP = !BY_ROW && !BY_BLOCK;
-constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // several scales for a slice: codes are scaled, not sums
+constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // several scales per slice: values are scaled, not sums
 #ifdef SCALED_CODES
-constexpr bool ON_CODES = !BY_ROW;  // all codes are, as in a weight that is dequantised in half precision
+constexpr bool ON_CODES = !BY_ROW;  // all values are scaled, as in a weight that is dequantized to half precision
 #else
 constexpr bool ON_CODES = SHORT;
 #endif
-constexpr bool ON_SUMS = !BY_ROW && !ON_CODES;                       // what a slice gives is scaled before it is added
+constexpr bool ON_SUMS = !BY_ROW && !ON_CODES;                       // a slice's sums are scaled before they are added
 
-constexpr int WIDTH = GATED ? 2 * N : N;                             // rows of W, of each expert
+constexpr int WIDTH = GATED ? 2 * N : N;                             // rows of W per expert
 constexpr int PART_ROWS = 16 * TILES;
 constexpr int CODE_BYTES = TILES * 1024;
 constexpr int SCALE_BYTES = BY_ROW ? 0 : BY_BLOCK ? (TILES * 4 + 15) / 16 * 16 : GROUPS * PART_ROWS * SCALE_SIZE;
 constexpr int ZERO_BYTES = ZEROS ? GROUPS * PART_ROWS : 0;
-constexpr int SLICE_BYTES = CODE_BYTES + SCALE_BYTES + ZERO_BYTES;  // of the weight, in shared memory
-constexpr int WINDOW = 64;                                          // columns of x that lie together there, 128 bytes of a row
+constexpr int SLICE_BYTES = CODE_BYTES + SCALE_BYTES + ZERO_BYTES;  // bytes per slice of the weight in shared memory
+constexpr int WINDOW = 64;                                          // contiguous columns of x there, 128 bytes of a row
 
 struct Pointers {
   const u16* x;        // [rows, K]
   const u8* weight;    // [N, ROW]; GATED: [2 N, ROW], gate over up
   const u8* scales;    // BY_ROW: float32 [rows of W]; BY_BLOCK: float32 [rows of W / SCALE_ROWS, K / ..]; else [K / .., rows of W]
-  const u8* zeros;     // uint8, as the last
-  const void* norm;    // [K], of the RMSNorm that x passes first
+  const u8* zeros;     // uint8, [K / .., rows of W]
+  const void* norm;    // [K], weight of the RMSNorm of x
   const u16* bias;     // [rows of W]
   u16* y;              // [rows, N], written; ADD: added to
   const float* cos;    // [rows, HEAD_DIM / 2]
@@ -52,16 +51,16 @@ struct Pointers {
   int* arrivals;       // [HEADS + KV_HEADS], zero between launches
 };
 
-// The first of the 16 columns of x that belong to 16 bytes of a row.
+// Return the first of the 16 columns of x that belong to 16 bytes of a row.
 __device__ __forceinline__ int column_of(int byte, int half) {
   if (HALVES == 1) return byte;
   return byte / HALF * (2 * HALF) + half * HALF + byte % HALF;
 }
 
-// Whether a row has so many groups, which it has but in its last slice.
+// Return whether a row has this group; only the last slice may lack some.
 __device__ __forceinline__ bool is_group(int group) { return REST == 0 || group < ROW / SCALE_SPAN; }
 
-// Ask for a slice of W, with its scales and zeros. first_row: where in W each part begins.
+// Copy a slice of W with its scales and zeros. first_row: returns the first row of W of each part.
 template <typename FirstRow>
 __device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, FirstRow first_row, int slice, int lane, u64 policy) {
   const u32 bytes = REST && slice == SLICES - 1 && lane % 4 * 16 >= REST ? 0 : 16;
@@ -112,7 +111,7 @@ __device__ __forceinline__ float float_scale(u32 from) {
 #endif
 }
 
-// The scale of a row, in both halves of a pair.
+// Return the scale of a row, in both halves of a pair.
 __device__ __forceinline__ u32 pair_scale(u32 from) {
 #if WEIGHT == MXFP4
   return scale_of(load_byte(from));
@@ -122,7 +121,7 @@ __device__ __forceinline__ u32 pair_scale(u32 from) {
 #endif
 }
 
-// A thread's codes of one part: 16 bytes of a row, and of the row 8 below it, with what the rows need besides.
+// A thread's quantized values of one part: 16 bytes of a row and of the row 8 below it, with the rows' scales and zeros.
 struct Codes {
   Quad row[2];
   u32 offset[2];
@@ -130,12 +129,12 @@ struct Codes {
 
   Codes() = default;
 
-  // from: of the slice in shared memory, as copy_weights fills it.
+  // from: address of the slice in shared memory, in the layout of copy_weights.
   __device__ __forceinline__ Codes(u32 from, int part, int lane)
       : Codes(from + part * 1024 + lane * 16, from + CODE_BYTES + row_of(part, lane) * SCALE_SIZE,
               from + CODE_BYTES + SCALE_BYTES + row_of(part, lane)) {}
 
-  // Where the first row's codes, scale and zero lie, and how many bytes behind it those of the other.
+  // codes, scales, zeros: addresses for the first row. below...: offsets in bytes to the second row.
   __device__ __forceinline__ Codes(
       u32 codes, u32 scales, u32 zeros, u32 below = 512, u32 below_scales = 8 * SCALE_SIZE, u32 below_zeros = 8) {
 #pragma unroll
@@ -152,7 +151,7 @@ struct Codes {
     return (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * PART_ROWS + part * 16 + lane / 4;
   }
 
-  // The first operand, from one word of each row.
+  // Dequantize one word of each row to the first operand.
   template <int half>
   __device__ __forceinline__ void unpack(u32 (&a)[4], int word) const {
 #pragma unroll
@@ -174,7 +173,7 @@ struct Codes {
   }
 };
 
-// from: of the slice in shared memory.
+// from: address of the slice in shared memory.
 __device__ __forceinline__ void add_scaled(float* sums, const float* products, u32 from, int part, int lane) {
   float scale[2];
 #pragma unroll
@@ -195,7 +194,7 @@ __device__ __forceinline__ float activate(float x) {
   return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
 #elif ACTIVATION == 4  // ReLU
   return fmaxf(x, 0.0f);
-#elif ACTIVATION == 5  // its square; a NaN stays one
+#elif ACTIVATION == 5  // ReLU squared; keeps a NaN
   return x > 0.0f ? x * x : x == x ? 0.0f : x;
 #elif ACTIVATION == 6  // x * sigmoid(ALPHA x)
   return x / (1.0f + __expf(-(ALPHA) * x));
@@ -204,7 +203,7 @@ __device__ __forceinline__ float activate(float x) {
 #endif
 }
 
-#if GATED && LIMITED  // experts: by comparisons, which leave a NaN as it is
+#if GATED && LIMITED  // experts with limits: by comparisons, which keep a NaN
 __device__ __forceinline__ float gate(float y, float up) {
   y = y > LIMIT ? LIMIT : y;
   return activate(y) * ((up > LIMIT ? LIMIT : up < -LIMIT ? -LIMIT : up) + 1.0f);
@@ -213,7 +212,7 @@ __device__ __forceinline__ float gate(float y, float up) {
 __device__ __forceinline__ float gate(float y, float up) { return activate(y) * up; }
 #endif
 
-// From sums of row n of W, GATED also of row N + n, to what y gets. factor: of the norm.
+// Return the output for sums of row n of W, and if GATED of row N + n. factor: factor of the norm.
 __device__ __forceinline__ float finish(const Pointers& p, float sum, float up, int n, float factor) {
   if (BY_ROW) sum *= reinterpret_cast<const float*>(p.scales)[n];
   float y = sum * factor;

@@ -1,5 +1,5 @@
-// The instructions that C++ has no name for (PTX ISA 7.0 for compute capability 8.0, 7.8 for what begins with 9.0). One function
-// for each, and nothing else.
+// Wrappers for PTX instructions without a C++ equivalent (PTX ISA 7.0 for compute capability 8.0, 7.8 for those of 9.0). One function per
+// instruction, and nothing else.
 #pragma once
 
 namespace fused {
@@ -13,7 +13,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) { return stat
 
 // --- copies to shared memory, by one thread, in groups ---
 
-// What is read once need not stay in the L2 cache.
+// Return the cache policy for data that is read once and need not stay in the L2 cache.
 __device__ __forceinline__ u64 read_once() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -24,18 +24,18 @@ __device__ __forceinline__ void copy_16_once(u32 to, const void* from, u64 polic
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
 }
 
-// bytes: 16, or 0: zeros are written, and nothing is read.
+// bytes: 16, or 0 to write zeros without reading.
 __device__ __forceinline__ void copy_16_once(u32 to, const void* from, u32 bytes, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes), "l"(policy)
                : "memory");
 }
 
-// bytes: likewise.
+// bytes: 16, or 0 to write zeros without reading.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// bytes: 4 or 0, likewise.
+// bytes: 4, or 0 to write zeros without reading.
 __device__ __forceinline__ void copy_4(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -117,7 +117,7 @@ __device__ __forceinline__ Quad load_constant_quad(const void* from) {
   return quad;
 }
 
-// Not out of this multiprocessor's own cache, which need not have what others stored.
+// Load bypassing this SM's L1 cache, which may lack what other thread blocks stored.
 __device__ __forceinline__ u16 load_stored(const u16* from) {
   u16 value;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
@@ -146,20 +146,20 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
-// Arrive, and have the phase wait for so many bytes of copies besides.
+// Arrive, and make the phase wait for this number of copied bytes too.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Let copies by others than threads see the barriers.
+// Make the barriers visible to asynchronous copies.
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// What cuTensorMapEncodeTiled fills.
+// Output of cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
   char opaque[128];
 };
 
-// Rows from `row` on of a tensor, of each what a box holds from `column` on, by one thread; those that are missing are zeros.
+// Copy a box of rows from `row` and columns from `column` on, by one thread. Missing elements are zeros.
 __device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
@@ -167,14 +167,14 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, int colu
       : "memory");
 }
 
-// What lies together, by one thread; the barrier counts its bytes.
+// Copy contiguous memory, by one thread. The barrier counts its bytes.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// Wait until the phase of this parity has ended. try_wait rests for a while; before it, a loop asked again and again.
+// Wait until the phase of this parity has ended. try_wait suspends the thread for a while; older GPUs poll with test_wait.
 #if __CUDA_ARCH__ >= 900
 #define BARRIER_TEST "mbarrier.try_wait"
 #else
@@ -190,12 +190,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-// Among so many threads, by number.
+// Synchronise this number of threads on a named barrier.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- registers, among the warps of a block of threads (compute capability 9.0a), by four warps ---
+// --- registers, moved among the warps of a thread block (compute capability 9.0a), called by four warps ---
 
 template <int count>
 __device__ __forceinline__ void take_registers() {
@@ -207,14 +207,14 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// --- clusters of blocks of threads ---
+// --- thread block clusters ---
 
-// Wait for all threads of the cluster that have not ended.
+// Wait for all threads of the cluster that have not exited.
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// What lies at an address of this block's shared memory, in that of another block of the cluster.
+// Load from another thread block of the cluster, at the same address of its shared memory.
 __device__ __forceinline__ Floats load_floats_of_block(u32 from, int block) {
   u32 there;
   Floats four;
@@ -243,7 +243,7 @@ __device__ __forceinline__ void wait_for_earlier() {
 // --- numbers ---
 
 #if __CUDA_ARCH__ >= 890
-// {low, high} in floats e4m3, each rounded to the nearest, at most 448.
+// {low, high} in FP8 (e4m3), each rounded to nearest, at most 448.
 __device__ __forceinline__ u16 to_float8_pair(float low, float high) {
   u16 out;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));

@@ -1,19 +1,20 @@
-// Products of a ring's steps by each warp for itself, for up to 16 rows of x, to which the matrix units give what they give by wgmma or
-// more: no warp waits for others, and a descriptor for each product is no instruction.
+// GEMM over a ring's steps by each warp separately (mma), for up to 16 rows of x. There tensor cores are as fast with mma as with wgmma
+// or faster: no warp waits for others, and no instructions are spent on descriptors.
 #pragma once
 
 #include "pairs.cuh"
 
 namespace fused {
 
-constexpr int SWIZZLE = 1;  // of a row's number, the bits that the number of a chunk of 16 bytes is changed by: rows meet other banks
+constexpr int SWIZZLE = 1;  // bits of a row's index that are XORed into the index of a 16-byte chunk, so that rows use other banks
 
-// In a chunk of a row of x lie four pairs of one thread: that of number i; and where a pair lies.
+// A chunk of a row of x has four pairs of one thread. pair_of: pair i of a chunk; chunk_of, number_of: position of a pair.
 __device__ __forceinline__ Pair pair_of(int chunk, int i) { return {chunk / 2, chunk % 2 * 2 + i / 2, i % 2}; }
 __device__ __forceinline__ int chunk_of(Pair pair) { return pair.thread * 2 + pair.word / 2; }
 __device__ __forceinline__ int number_of(Pair pair) { return pair.word % 2 * 2 + pair.second; }
 
-// A warp's codes of one slice of W, of all its parts. BY_BLOCK: scales gives their scales, and asks for those of the step after it.
+// Load a warp's quantized values of one slice of W, for all its parts. BY_BLOCK: scales has their scales, and loads those of the next
+// step.
 template <typename Layout, typename Scales>
 __device__ __forceinline__ void read_codes(Codes (&codes)[TILES], u32 slice, Scales& scales, int step, int i, int warp, int lane) {
   const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * Layout::group + warp * Layout::part + lane / 4;
@@ -30,8 +31,8 @@ __device__ __forceinline__ void read_codes(Codes (&codes)[TILES], u32 slice, Sca
   }
 }
 
-// sums += products of a warp's parts. See ring_wgmma.cuh, but all steps are told to be read. The codes of a slice are read while those
-// before are multiplied: else each warp would wait for shared memory at the beginning of every slice.
+// sums += products of a warp's parts. Like ring_wgmma.cuh, but all steps are released as read. A slice's values are loaded while the
+// previous slice is multiplied; otherwise each warp would wait for shared memory at the start of every slice.
 template <typename Layout, typename Scales>
 __device__ __forceinline__ void multiply(
     float (&sums)[TILES][MOST_ROWS / 2], const Ring<Layout>& ring, Place& at, Scales& scales, Steps steps, int warp, int lane) {

@@ -1,4 +1,4 @@
-// Products of a ring's steps by wgmma: four warps multiply together, the codes of a batch out of registers while those of the next are
+// GEMM over a ring's steps by wgmma: four warps multiply together. One batch of values is multiplied from registers while the next one is
 // unpacked.
 #pragma once
 
@@ -7,21 +7,21 @@
 
 namespace fused {
 
-constexpr int WORDS = 4;    // of codes that are multiplied at once, 16 columns of x each
-constexpr int BUFFERS = 2;  // batches whose codes are in registers: one is multiplied
-constexpr int SWIZZLE = 7;  // of a row's number, the bits that the number of a chunk of 16 bytes is changed by
+constexpr int WORDS = 4;    // words of values that are multiplied at once, 16 columns of x each
+constexpr int BUFFERS = 2;  // batches of values in registers, one of which is being multiplied
+constexpr int SWIZZLE = 7;  // bits of a row's index that are XORed into the index of a 16-byte chunk
 
-// In a chunk of a row of x lie a pair of each thread: that of number i; and where a pair lies.
+// A chunk of a row of x has one pair of each thread. pair_of: pair i of a chunk; chunk_of, number_of: position of a pair.
 __device__ __forceinline__ Pair pair_of(int chunk, int i) { return {i, chunk / 2, chunk % 2}; }
 __device__ __forceinline__ int chunk_of(Pair pair) { return pair.word * 2 + pair.second; }
 __device__ __forceinline__ int number_of(Pair pair) { return pair.thread; }
 
-// sums += products of a warp's parts, by wgmma. scales: BY_BLOCK: of the slices of a step, pair(i, tile, below); advance(step, i, tile) asks for
-// those of the step after it. Steps are told to be read.
+// sums += products of a warp's parts, by wgmma. scales (BY_BLOCK): pair(i, tile, below) returns the scales of a step's slices, and
+// advance(step, i, tile) loads those of the next step. Steps are released when read.
 template <typename Layout, typename Scales>
 __device__ __forceinline__ void multiply(
     float (&sums)[TILES][MOST_ROWS / 2], const Ring<Layout>& ring, Place& at, Scales& scales, Steps steps, int warp, int lane) {
-  // Among groups and rows. Computed inside of the loop, it has the compiler wait for every product (CUDA 13.0).
+  // Position among groups and rows. If computed inside the loop, the compiler waits for every wgmma (CUDA 13.0).
   const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * Layout::group + warp * Layout::part + lane / 4;
   u32 a[BUFFERS][WORDS][4];
   int before = 0;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply(
           const int batch = (i * TILES + tile) * HALVES + half, columns = i * HALVES + half;
           u32(&words)[WORDS][4] = a[batch % BUFFERS];
           products_wait<BUFFERS - 1>();
-          if (batch == 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
+          if (batch == 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // all of that step is multiplied
 #pragma unroll
           for (int word = 0; word < WORDS; ++word) {
             half ? codes.unpack<HALVES - 1>(words[word], word) : codes.unpack<0>(words[word], word);

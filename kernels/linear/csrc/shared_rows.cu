@@ -1,15 +1,15 @@
-// Products of some tens to hundreds of rows over quantised weights: the matrix units' time counts, and x is too large for each warp
-// to read its own.
+// Split-K GEMM over quantized weights for tens to hundreds of rows: tensor core time matters, and x is too large for each warp to read
+// its own.
 //
-// The warps of a block of threads lie side by side along the rows of W, TILES parts of 16 each. Four multiply together (wgmma,
-// compute capability 9.0a): W [64, 16] out of their registers, unpacked and scaled there while the codes before are multiplied, times
-// x^T [16, MOST_ROWS] where it lies. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared
-// memory, and ends. Beyond MOST_ROWS rows, neighbouring blocks of threads multiply the same rows of W, which the L2 cache then holds.
+// The warps of a thread block are side by side along the rows of W, TILES parts of 16 each. Four warps multiply together (wgmma, compute
+// capability 9.0a): W [64, 16] from registers, unpacked and scaled there during the previous wgmma, times x^T [16, MOST_ROWS] from shared
+// memory. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared memory, and exits. Beyond
+// MOST_ROWS rows, adjacent thread blocks multiply the same rows of W, which are in the L2 cache then.
 //
-// arrange_rows puts x into the order of ring_wgmma.cuh once, after its norm, so that a step's columns are one copy.
+// arrange_rows permutes x into the order of ring_wgmma.cuh once, after its norm, so that a step's columns are one copy.
 //
-// Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
-// share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
+// The thread blocks of a cluster split a sum over K (split-K): their sums meet through the cluster's shared memory, and each thread block
+// finishes its share of y. GATED: half of the warps have rows of the gate, the others rows of up.
 
 #include "cluster_sums.cuh"
 #include "norm.cuh"
@@ -18,16 +18,16 @@
 namespace fused {
 
 constexpr int STEPS = (SLICES / STEP_SLICES + SPLITS - 1) / SPLITS;
-constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;  // whose scales and zeros are copied for each group
+constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;  // rows whose scales and zeros are copied for each group
 constexpr int BLOCK_SCALES = GROUPS * GROUP_ROWS * SCALE_SIZE, BLOCK_ZEROS = ZEROS ? GROUPS * GROUP_ROWS : 0;
 
-// Of a slice in shared memory; see Ring.
+// Layout of a slice in shared memory; see Ring.
 struct Layout : PairsLayout {
   static constexpr int part = 16, group = BLOCK_ROWS, scales = BLOCK_ROWS * SLICE, zeros = scales + BLOCK_SCALES;
   static constexpr int bytes = zeros + BLOCK_ZEROS, below = 8 * SLICE, below_scales = 8 * SCALE_SIZE, below_zeros = 8;
 };
 
-// x: of MOST_ROWS rows, arranged. row: of W, the first; GATED: of the gate. See fill.
+// x: permuted, MOST_ROWS rows. row: first row of W; GATED: of the gate. See fill.
 struct Copier {
   const Pointers& p;
   const TensorMap& map;
@@ -62,7 +62,7 @@ struct Copier {
   }
 };
 
-// BY_BLOCK, of all rows of a part, asked for a step ahead. rows: of W, the first of each part.
+// BY_BLOCK: scales for all rows of a part, loaded a step ahead. rows: first row of W of each part.
 struct Scales {
   const Pointers& p;
   const int (&rows)[TILES];
@@ -84,8 +84,8 @@ struct Scales {
 
 }  // namespace fused
 
-// A row of x, normed, where the matrix units look for it; a step has two windows. All windows of MOST_ROWS rows lie together.
-// Grid (rows, blocks of threads that share a row, one where it is normed).
+// Permute a row of x, normed, into the tensor cores' order; a step has two windows. A window of MOST_ROWS rows is contiguous.
+// Grid (rows, thread blocks per row; 1 if normed).
 extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
     const fused::u16* x, const void* norm, fused::u16* arranged, const float eps) {
   using namespace fused;
@@ -120,15 +120,15 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
   }
 }
 
-// y = W x + bias, then activated, activation(gate) * up, or added to y, of x that arrange_rows arranged. Sums in float32. map: of W's
-// bytes, in boxes of OUT rows and SLICE bytes. Grid (tiles times blocks of MOST_ROWS rows, SPLITS), a cluster each; neighbours have
-// the same tile.
+// y = W x + bias, optionally activated, gated, or added to y, with x permuted by arrange_rows. Sums in float32. map: W's bytes, in boxes
+// of OUT rows and SLICE bytes. Grid (tiles times blocks of MOST_ROWS rows, SPLITS), one cluster per tile; adjacent clusters have the same
+// tile.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_rows(
     const __grid_constant__ fused::TensorMap map, const fused::Pointers p, const int all_rows) {
   using namespace fused;
   extern __shared__ __align__(1024) char dynamic[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
-  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler is to know that warps are whole
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // shows the compiler that the value is the same for the whole warp
   const int split = blockIdx.y;
   const Tile tile(all_rows);
   const u32 start = (shared_address(dynamic) + 1023) / 1024 * 1024;

@@ -1,5 +1,5 @@
-// What the codes of a weight stand for, exactly, in half precision: two at a time, those of the bytes 2 pair and 2 pair + 1 of a
-// word, of MXFP4 those of the bytes pair and pair + 2, and of codes of 4 bits those in the lower or the upper half of these bytes.
+// Dequantize: exact conversion of quantized values to half precision, two at a time. A pair is from bytes 2 pair and 2 pair + 1 of a
+// word, or for MXFP4 from bytes pair and pair + 2; for 4-bit values, from the lower or the upper halves of these bytes.
 #pragma once
 
 #include "half.cuh"
@@ -11,24 +11,24 @@
 
 namespace fused {
 
-constexpr int HALVES = WEIGHT == FP8 || WEIGHT == INT8 ? 1 : 2;  // codes of a byte
+constexpr int HALVES = WEIGHT == FP8 || WEIGHT == INT8 ? 1 : 2;  // values per byte
 constexpr int PAIR_STEP = WEIGHT == MXFP4 ? 2 : 1;               // columns from the first of a pair to the second
 
-// What floats e4m3 that were moved to their place in half precision must be multiplied by: their exponents are too small.
+// Factor for e4m3 values whose bits were moved into half precision, where their exponents are too small.
 #if HALF_TYPE == 1
 constexpr float CODE_FACTOR = 256.0f;
 #else
 constexpr float CODE_FACTOR = 0x1p120f;
 #endif
 
-// The code of each byte of a word of codes of 4 bits.
+// Return the 4-bit values of a word, one per byte.
 template <int half>
 __device__ __forceinline__ u32 nibbles(u32 word) {
   return (half ? word >> 4 : word) & 0x0f0f0f0f;
 }
 
 #if WEIGHT == FP8
-// Floats e4m3 without NaN. factor: CODE_FACTOR in both halves, times a scale where that has place (not WIDE).
+// Convert e4m3 without NaN. factor: CODE_FACTOR in both halves, times a scale if it fits (not WIDE).
 template <int pair>
 __device__ __forceinline__ u32 codes(u32 word, u32 factor) {
   const u32 high = permute(word, 0, pair ? 0x3424 : 0x1404);
@@ -39,8 +39,8 @@ __device__ __forceinline__ u32 codes(u32 word, u32 factor) {
 #endif
 }
 #elif WEIGHT == INT8
-// Whole numbers from -128 to 127. Their lower seven bits are the last of 128 in bfloat16, of 1,024 in float16, from which that is
-// subtracted, and of a negative number 128 more: its first bit makes -128 to -256, -1,024 to -1,152.
+// Convert integers from -128 to 127. Their lower seven bits become the last bits of 128 in bfloat16, or of 1,024 in float16, which is
+// subtracted. For a negative number, 128 more is subtracted: its sign bit turns -128 into -256, or -1,024 into -1,152.
 template <int pair>
 __device__ __forceinline__ u32 codes(u32 word) {
   const u32 both = permute(word, 0, pair ? 0x4342 : 0x4140);
@@ -51,7 +51,8 @@ __device__ __forceinline__ u32 codes(u32 word) {
 #endif
 }
 #elif WEIGHT == INT4
-// Whole numbers: the last bits of 128 in bfloat16, of 1,024 in float16. offset: minus that, and minus the zero.
+// Convert 4-bit integers: they become the last bits of 128 in bfloat16, or of 1,024 in float16. offset: minus that, and minus the zero
+// point.
 template <int pair>
 __device__ __forceinline__ u32 codes(u32 bytes, u32 offset) {
 #if HALF_TYPE == 1
@@ -70,9 +71,9 @@ __device__ __forceinline__ u32 offset_of(u32 zero) {
   return bits << 16 | bits;
 }
 #else
-// Floats e2m1 in bfloat16, times a scale: the exponent is too small by 126, which the scale brings, too, unless some scale is so
-// large that it then would have no place (WIDE). One product shifts a code's sign and its other bits to their places, in both halves
-// of the word at once; bytes that are neighbours had to be moved first, by the pipe that has most to do.
+// Convert e2m1 to bfloat16, times a scale. The exponent is too small by 126; the scale includes this, unless some scale is too large for
+// it (WIDE). One multiplication shifts sign and other bits to their positions in both halves of the word. Adjacent bytes would have to be
+// moved first, by the pipe that is busiest.
 template <int half, int pair>
 __device__ __forceinline__ u32 codes(u32 word, u32 scale) {
   const u32 both = (pair ? word >> 8 : word) & (half ? 0x00f000f0 : 0x000f000f);
@@ -80,7 +81,7 @@ __device__ __forceinline__ u32 codes(u32 word, u32 scale) {
   return multiply_pair(WIDE ? multiply_pair(small, 0x7e807e80) : small, scale);
 }
 
-// 2 ** (exponent - 127), or 2 ** 126 times that, for exponents up to 128. The least has no place but among the subnormals.
+// Return 2 ** (exponent - 127), or 2 ** 126 times that for exponents up to 128. The smallest one needs a subnormal.
 __device__ __forceinline__ u32 scale_of(u32 exponent) {
   if (!WIDE) return exponent * 0x00800080 + 0x3f003f00;  // both halves at once
   const u32 bits = exponent ? exponent << 7 : 0x40;

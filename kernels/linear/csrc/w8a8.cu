@@ -1,17 +1,17 @@
-// Products of rows of x by weights where both are floats of 8 bits (e4m3): the matrix units of compute capability 9.0a take them out of
-// shared memory as they are, and no instruction is spent on a code.
+// FP8 GEMM: x and weights are both e4m3. The tensor cores of compute capability 9.0a read them from shared memory unchanged, so no
+// instructions are spent on unpacking.
 //
-// round_rows, a launch before, norms x and rounds it: the largest magnitude of a row, or where W has scales by blocks of each 128 columns
-// of a row, becomes 448. It writes x where the matrix units look for it, so that a step's rows are one copy, and so are their scales.
+// round_rows, an earlier launch, norms x and rounds it: the largest magnitude of a row, or with block scales of each 128 columns of a
+// row, becomes 448. It stores x in the tensor cores' order, so that a step's rows are one copy, and so are their scales.
 //
-// As in shared_rows.cu the warps of a block of threads lie side by side along the rows of W, TILES parts of 16 each; four multiply
+// As in shared_rows.cu, the warps of a thread block are side by side along the rows of W, TILES parts of 16 each; four warps multiply
 // together: W [64, 32] times x^T [32, MOST_ROWS]. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps,
-// and ends. Beyond MOST_ROWS rows neighbouring blocks of threads multiply the same rows of W, which the L2 cache then holds. A cluster of
-// SPLITS blocks shares a sum over K.
+// and exits. Beyond MOST_ROWS rows, adjacent thread blocks multiply the same rows of W, which are in the L2 cache then. A cluster of
+// SPLITS thread blocks splits a sum over K (split-K).
 //
-// What the matrix units add floats of 8 bits in keeps some 14 bits of the largest: too few for a long row. So they add up 128 columns,
-// and threads add those sums in float32, multiplied by x's and W's scales where these are of blocks. Four warps add while four others
-// multiply; of two parts, one is added while the other is multiplied, unless their sums take too many registers (FULL).
+// The tensor cores' FP8 accumulator keeps about 14 bits of the largest sum: too few for a long row. So they add up 128 columns, and
+// threads add those sums in float32, multiplied by x's and W's block scales if any. Four warps add while four others multiply. Of two
+// parts, one is added while the other is multiplied, unless their sums take too many registers (FULL).
 
 #include "cluster_sums.cuh"
 #include "norm.cuh"
@@ -19,26 +19,26 @@
 
 namespace fused {
 
-constexpr int STEP_COLUMNS = 128;                                       // bytes of a row of W, and of x
+constexpr int STEP_COLUMNS = 128;                                       // bytes of a row of W, and of x, per step
 constexpr int ROW_STEPS = K / STEP_COLUMNS;
 constexpr int STEPS = (ROW_STEPS + SPLITS - 1) / SPLITS;
 constexpr int BUFFERS = FULL ? 1 : TILES;                               // parts of a step whose sums have registers
-constexpr int INPUT_SCALES = BY_BLOCK ? MOST_ROWS * 4 : 0;              // bytes of x's scales of a step
-constexpr int EACH = (K / 8 + ARRANGING - 1) / ARRANGING;               // eights of a row's columns that a thread rounds
+constexpr int INPUT_SCALES = BY_BLOCK ? MOST_ROWS * 4 : 0;              // bytes of x's scales per step
+constexpr int EACH = (K / 8 + ARRANGING - 1) / ARRANGING;               // groups of eight columns of a row that a thread rounds
 static_assert(WEIGHT == FP8 && ROW == K && K % STEP_COLUMNS == 0 && WARPS % 4 == 0 && TILES <= 2);
 static_assert(BY_ROW || (SCALE_ROWS == STEP_COLUMNS && SCALE_SPAN == STEP_COLUMNS));
 
-// Rows of 128 bytes, of which chunks of 16 bytes are swizzled among eight rows; see Ring.
+// Rows of 128 bytes, with 16-byte chunks swizzled among eight rows; see Ring.
 struct Layout {
   static constexpr int inputs = MOST_ROWS * STEP_COLUMNS, slices = 1, bytes = BLOCK_ROWS * STEP_COLUMNS;
 };
 
-// Places of round_rows' answers: rows of windows of MOST_ROWS rows and 128 columns, which lie together; scales [groups, rows], with
-// place for whole windows.
+// Rows with padding to complete windows. round_rows stores windows of MOST_ROWS rows and 128 columns contiguously, and scales [groups,
+// padded rows].
 __device__ __forceinline__ int padded(int rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS; }
 
-// x: rounded, of MOST_ROWS rows. scales: x's of these rows in the first group; stride: from one group to the next. row: of W, the first;
-// GATED: of the gate. input_scales: in shared memory, of each stage. See fill.
+// x: rounded, MOST_ROWS rows. scales: x's scales of these rows in the first group; stride: between groups. row: first row of W; GATED: of
+// the gate. input_scales: address in shared memory, for each stage. See fill.
 struct Copier {
   const TensorMap& map;
   const Ring<Layout> ring;
@@ -66,7 +66,7 @@ struct Copier {
   }
 };
 
-// BY_BLOCK: W's, of a warp's parts, asked for a step ahead.
+// BY_BLOCK: W's scales of a warp's parts, loaded a step ahead.
 struct Scales {
   const float* from[TILES];
   float next[TILES];
@@ -78,7 +78,7 @@ struct Scales {
       advance(step - 1, i);
     }
   }
-  // Of a step; and ask for the one after it.
+  // Return the scale of a step, and load that of the next one.
   __device__ __forceinline__ float take(int step, int tile) {
     const float own = next[tile];
     advance(step, tile);
@@ -89,7 +89,7 @@ struct Scales {
   __device__ __forceinline__ void advance(int step, int tile) { next[tile] = from[tile][min(step + 1, ROW_STEPS - 1)]; }
 };
 
-// sums of a part += what a step gives. input_scales: BY_BLOCK: x's, of a thread's first column; scale: W's.
+// sums of a part += a step's sums. input_scales (BY_BLOCK): x's scales, from a thread's first column on; scale: W's.
 __device__ __forceinline__ void add_step(float (&sums)[MOST_ROWS / 2], const float (&step)[MOST_ROWS / 2], u32 input_scales, float scale) {
 #pragma unroll
   for (int block = 0; block < MOST_ROWS / 8; ++block) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_step(float (&sums)[MOST_ROWS / 2], const flo
   }
 }
 
-// w: of the four warps' rows of W [64, 128], x: of x; both in 16 bytes.
+// w: address of the four warps' rows of W [64, 128]; x: address of x; both in units of 16 bytes.
 __device__ __forceinline__ void begin_step(float (&sums)[MOST_ROWS / 2], u32 w, u32 x) {
   products_begin();
 #pragma unroll
@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply(
 
 // --- x ---
 
-// A thread's columns of a row: eight at a time, ARRANGING * 8 apart.
+// A thread's columns of a row: eight at a time, at distances of ARRANGING * 8.
 struct Row {
   uint4 eights[EACH];
   const void* norm;
@@ -164,7 +164,7 @@ struct Row {
     }
     factor = NORM ? norm_factor(own, eps) : 1.0f;
   }
-  // Normed.
+  // Return eight normed values.
   __device__ __forceinline__ void values(float (&y)[8], int i) const {
     const u32 pairs[4] = {eights[i].x, eights[i].y, eights[i].z, eights[i].w};
 #pragma unroll
@@ -183,7 +183,7 @@ struct Row {
   }
 };
 
-// What multiplies rounded numbers whose largest was this; of zeros it is not zero.
+// Return the scale for values with this maximum. It is not zero for zeros.
 __device__ __forceinline__ float scale_of_largest(float largest) { return fmaxf(largest / 448.0f, 1e-12f); }
 
 __device__ __forceinline__ u32 rounded_four(const float* y, float scale) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ u32 rounded_four(const float* y, float scale) {
 
 }  // namespace fused
 
-// A row of x [rows, K], normed, in floats of 8 bits; see `padded` for rounded and scales. Grid (rows).
+// Round a row of x [rows, K], normed, to FP8; see `padded` for the layout of rounded and scales. Grid (rows).
 extern "C" __global__ void __launch_bounds__(fused::ARRANGING) round_rows(
     const fused::u16* x, const void* norm, fused::u8* rounded, float* scales, const float eps) {
   using namespace fused;
@@ -227,14 +227,14 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) round_rows(
   }
 }
 
-// y = W x + bias, then activated, activation(gate) * up, or added to y, of x that round_rows rounded (p.x), and its scales. map: of W's
-// bytes, in boxes of OUT rows and 128 bytes, swizzled. Grid (tiles times blocks of MOST_ROWS rows, SPLITS), a cluster each.
+// y = W x + bias, optionally activated, gated, or added to y, with x (p.x) and its scales from round_rows. map: W's bytes, in boxes of
+// OUT rows and 128 bytes, swizzled. Grid (tiles times blocks of MOST_ROWS rows, SPLITS), one cluster per tile.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) w8a8(
     const __grid_constant__ fused::TensorMap map, const fused::Pointers p, const float* input_scales, const int all_rows) {
   using namespace fused;
   extern __shared__ __align__(1024) char dynamic[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
-  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler is to know that warps are whole
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // shows the compiler that the value is the same for the whole warp
   const int split = blockIdx.y;
   const Tile tile(all_rows);
   const u32 start = (shared_address(dynamic) + 1023) / 1024 * 1024, scales_at = start + STAGES * Ring<Layout>::STEP_BYTES;

@@ -1,22 +1,22 @@
-// What one warp of few_rows.cu and expert_rows.cu does: its slices of x in shared memory, and a step of its products.
+// Parts of few_rows.cu and expert_rows.cu for one warp: its slices of x in shared memory, and one step of its GEMM.
 #pragma once
 
 #include "product.cuh"
 
 namespace fused {
 
-constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y in a tile; GATED: from twice as many of W
-constexpr int INPUT_BYTES = HALVES * MOST_ROWS * 128;     // of x, the columns of a slice
-constexpr int STEP_BYTES = SLICE_BYTES + (KEPT ? 0 : INPUT_BYTES);  // KEPT: x is no part of the ring
-constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
+constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y per tile; GATED: from twice as many rows of W
+constexpr int INPUT_BYTES = HALVES * MOST_ROWS * 128;     // bytes of x for the columns of a slice
+constexpr int STEP_BYTES = SLICE_BYTES + (KEPT ? 0 : INPUT_BYTES);  // KEPT: x is not in the ring
+constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices per warp and tile
 constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
-constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // of one tile; two are kept
+constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // floats of one tile; there is room for two
 constexpr int FINISHERS = MOST_ROWS == 1 ? 1 : 4;         // warps that finish tiles
 constexpr int FINISHING = FINISHERS * 32;
 constexpr int THREADS = WARPS * 32 + FINISHING;
-constexpr int OUTPUTS = (WARP_OUT * MOST_ROWS + FINISHING - 1) / FINISHING;  // of a thread
+constexpr int OUTPUTS = (WARP_OUT * MOST_ROWS + FINISHING - 1) / FINISHING;  // outputs per thread
 
-// Where in W the 16 rows of a part begin. out: the tile's first row of y. Tiles may reach beyond N, but no part does.
+// Return the first row of W of a part. out: the tile's first row of y. Tiles may extend beyond N, but no part does.
 __device__ __forceinline__ int first_row(int out, int part) {
   constexpr int parts = GATED ? TILES / 2 : TILES;
   const int row = min(out + part % parts * 16, N - 16);
@@ -25,19 +25,19 @@ __device__ __forceinline__ int first_row(int out, int part) {
 
 // --- x in shared memory ---
 
-// The first of the columns of a window of a slice, of which there are HALVES.
+// Return the first column of one of the HALVES windows of a slice.
 __device__ __forceinline__ int window_column(int slice, int window) {
   if (HALVES == 1 || HALF >= SLICE) return column_of(slice * SLICE, window);
   return slice * (HALVES * SLICE) + window * WINDOW;
 }
 
-// Where 8 columns of x lie in a window's rows, of which MOST_ROWS lie behind one another: the threads of a warp that read two
-// neighbouring rows at once find them in different banks.
+// Return the offset of 8 columns of x in a window of MOST_ROWS rows. Threads of a warp that read two adjacent rows at once use different
+// banks.
 __device__ __forceinline__ u32 chunk_at(int window, int m, int chunk) {
   return (window * MOST_ROWS + m) * 128 + (chunk ^ (m & 1)) * 16;
 }
 
-// 8 columns of a row of x: those of the words 2 `words` and 2 `words` + 1 of a thread's 16 bytes.
+// Load 8 columns of a row of x, for the words 2 `words` and 2 `words` + 1 of a thread's 16 bytes.
 __device__ __forceinline__ Quad load_columns(u32 x, int block, int half, int words, int lane) {
   if (MOST_ROWS == 1 && lane >= 4) return {};
   int window = half, chunk = lane % 4 * 2;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void multiply_columns(Quad& x, const void* norm, int 
 #endif
 }
 
-// Put columns together that are multiplied by a pair of codes: of four, the first and the third, and the second and the fourth.
+// Regroup columns for pairs of values: of four columns, the first and third, and the second and fourth.
 __device__ __forceinline__ void pair_columns(Quad& x) {
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void pair_columns(Quad& x) {
   }
 }
 
-// Two words of codes of each row of a part, [16, 32] of W, times 32 columns of x.
+// Unpack two words of each row of a part: [16, 32] of W, for 32 columns of x.
 template <int half>
 __device__ __forceinline__ void unpack_words(u32 (&a)[2][4], const Codes& codes, int words) {
   codes.unpack<half>(a[0], 2 * words);
@@ -83,9 +83,9 @@ __device__ __forceinline__ float sum_of_squares(const Quad& x) {
   return sum;
 }
 
-// --- products and their sums ---
+// --- multiplication and sums ---
 
-// from, inputs: where the slice and its columns of x lie. squares: sums of x's, of the rows that the thread reads; kept where first.
+// from, inputs: addresses of the slice and its columns of x. squares: sums of squares of the thread's rows of x, updated if `first`.
 __device__ __forceinline__ void multiply_step(
     const Pointers& p, float (&sums)[TILES][BLOCKS][4], float (&squares)[BLOCKS], bool first, u32 from, u32 inputs, int slice,
     int lane) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void multiply_step(
 #pragma unroll
   for (int part = 0; part < TILES; ++part) {
     const Codes codes(from, part, lane);
-    float products[2][BLOCKS][4] = {};  // two, so that one need not wait for the other
+    float products[2][BLOCKS][4] = {};  // two accumulators, so that one need not wait for the other
     if (!ON_SUMS) {
 #pragma unroll
       for (int i = 0; i < BLOCKS * 4; ++i) products[0][i / 4][i % 4] = sums[part][i / 4][i % 4];

@@ -1,13 +1,13 @@
-// wgmma: four warps multiply d [64, COLUMNS] += a [64, 16] b [16, COLUMNS] in half precision, a out of their registers, b out of shared
-// memory; or in floats of 8 bits, a [64, 32] and b [32, COLUMNS] out of shared memory. There rows of a, and of b^T, have 128 bytes, with
-// the 128-byte swizzle (PTX ISA 8.0, "wgmma.mma_async" and "Matrix descriptor format").
+// wgmma: four warps compute d [64, COLUMNS] += a [64, 16] b [16, COLUMNS] in half precision, with a in registers and b in shared memory;
+// or in FP8, a [64, 32] and b [32, COLUMNS], both in shared memory. There, rows of a and of b^T have 128 bytes, with the 128-byte swizzle
+// (PTX ISA 8.0, "wgmma.mma_async" and "Matrix descriptor format").
 #pragma once
 
 #include "half.cuh"
 
 namespace fused {
 
-// sixteenths: the address, in 16 bytes.
+// sixteenths: address in units of 16 bytes.
 __device__ __forceinline__ u64 descriptor(u32 sixteenths) {
   constexpr u32 SWIZZLE_128 = 1u << 30, ROW_GROUP = 1024 >> 4;  // eight rows of 128 bytes
   u64 both;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(most) : "memory");
 }
 
-// Keep sums where they are: the compiler does not see that they change until the products are done.
+// Keep sums in their registers: the compiler does not know that they change until the wgmmas are done.
 template <int count>
 __device__ __forceinline__ void pin(float (&sums)[count]) {
 #pragma unroll
@@ -51,7 +51,7 @@ struct Products;
 template <int COLUMNS>
 struct Float8Products;
 
-// NUMBERS: the names of d's registers; N0 to N5: the numbers of the operands that follow. add: 0: d is not added, but written.
+// NUMBERS: names of d's registers; N0 to N5: numbers of the following operands. add: 0 means that d is overwritten.
 #define PRODUCTS(COLUMNS, NUMBERS, N0, N1, N2, N3, N4, N5)                                                               \
   template <>                                                                                                            \
   struct Products<COLUMNS> {                                                                                             \

@@ -1,1 +1,1 @@
-"""Our C for CPUs: compiled once per machine, called by ctypes."""
+"""C kernels for CPUs, compiled once per machine and called by ctypes."""

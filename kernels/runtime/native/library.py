@@ -1,4 +1,6 @@
-"""Our C library: its build by the compiler that is here, its functions and structures, and weights packed for them."""
+"""Library of the C kernels for CPUs: its build with the local compiler, its functions and structures, and packed weights
+(GEMM).
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,20 @@ from headway.core.system.files import kernel_folders, warn_unwritable, write_who
 log = logging.getLogger("headway")
 
 VARIABLE = "HEADWAY_CC"
-"""Environment variable that names a C compiler; `none` stands for a machine without one."""
+"""Environment variable that names a C compiler. `none` simulates a machine without a compiler."""
 ROUNDS = "HEADWAY_CPU_ROUNDS_ACTIVATIONS"
-"""Environment variable: products over the blocks of .gguf files round what they multiply to 16 bits where the CPU has AVX-512's
-VNNI; 1: to 8 bits there, which is faster; 0: not at all."""
+"""Environment variable for the precision of activations in GEMMs over .gguf weights.
+
+By default, activations are rounded to 16 bits if the CPU has AVX-512 VNNI. 1 rounds them to 8 bits, which is faster. 0 disables
+rounding.
+"""
 _X_BITS = {"0": "-DX_BITS=0", "1": "-DX_BITS=8"}
 SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-std=gnu11")
 _SECONDS = 120
-"""For a compilation, which takes some 5 s."""
+"""Timeout of a compilation in seconds. It takes about 5 s."""
 _LOADING = Lock()
-"""Held while the library is compiled: a start does so in a thread, next to what reads the model."""
+"""Lock for the compilation, which a starting engine runs in a thread while the model loads."""
 _OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
@@ -53,12 +58,12 @@ class CCompiler:
 
     path: str
     version: str
-    """The first line of what it says of itself."""
+    """First line of the output of `--version`."""
 
 
 @cache
 def find_compiler() -> tuple[CCompiler | None, Support]:
-    """The C compiler: of $HEADWAY_CC, else cc, gcc or clang; (None, why not) where there is none."""
+    """Return the C compiler from $HEADWAY_CC, else cc, gcc or clang; (None, the reason) if none is found."""
     hint = f"install gcc, or set {VARIABLE} to a C compiler"
     named = os.environ.get(VARIABLE)
     for name in [named] if named else ["cc", "gcc", "clang"]:
@@ -74,14 +79,14 @@ def find_compiler() -> tuple[CCompiler | None, Support]:
 
 
 def library() -> tuple[ctypes.CDLL | None, Support]:
-    """Return our C library, compiled at the first call on a machine; (None, why not) if there is no compiler, or it fails."""
+    """Return the C library, compiled at the first call on a machine; (None, the reason) if it cannot be built. Thread-safe."""
     with _LOADING:
         return build_library()
 
 
 @cache
 def build_library() -> tuple[ctypes.CDLL | None, Support]:
-    """Compile and load our C library, without a lock; `library` is for callers in several threads."""
+    """Compile and load the C library without a lock. Threads call `library` instead."""
     if not torch.backends.openmp.is_available():
         return None, Support.no("OpenMP", "a torch with OpenMP", "one without")
     compiler, support = find_compiler()
@@ -95,7 +100,9 @@ def build_library() -> tuple[ctypes.CDLL | None, Support]:
 
 
 def _openmp() -> Path | None:
-    """The OpenMP runtime that torch has loaded: with another one, two pools of threads would take each other's cores."""
+    """Return the OpenMP runtime that torch has loaded. A second runtime would create a thread pool that competes for the
+    cores.
+    """
     torch.get_num_threads()
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -113,9 +120,9 @@ def _flags() -> tuple[str, ...]:
 
 
 def _built(compiler: CCompiler, runtime: Path) -> Path:
-    """The shared library's file.
+    """Return the path of the shared library, compiling it if needed.
 
-    :raises BackendError: it does not compile.
+    :raises BackendError: if it does not compile.
     """
     digest = hashlib.sha256(repr((compiler, _flags(), str(runtime), _cpu())).encode())
     for path in sorted(SOURCES.iterdir()):
@@ -141,7 +148,7 @@ def _built(compiler: CCompiler, runtime: Path) -> Path:
 
 
 def _compile(compiler: CCompiler, runtime: Path, target: Path) -> None:
-    """Compile and link, with the runtime by its path: -fopenmp at the link would bring the compiler's own."""
+    """Compile and link, naming the OpenMP runtime by its path: -fopenmp at the link step would add the compiler's own runtime."""
     objects = {str(source): str(target.with_name(f"{source.stem}.o")) for source in sorted(SOURCES.glob("*.c"))}
     commands = [[compiler.path, *_flags(), "-c", source, "-o", compiled] for source, compiled in objects.items()]
     with ThreadPoolExecutor(len(commands)) as pool:
@@ -162,7 +169,7 @@ def _run(command: list[str]) -> None:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: the CPU's instructions, as the system lists them."""
+    """Return the CPU features that -march=native depends on, as listed by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -172,13 +179,13 @@ def _cpu() -> str:
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types, as `vectors.h` numbers them."""
+"""Numbers of the element types in `vectors.h`."""
 LANES = 16
-"""Outputs of a panel."""
+"""Output features per packed block."""
 
 
 class WeightStruct(ctypes.Structure):
-    """`Weight` of panels.h."""
+    """ctypes mirror of `Weight` in panels.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("next", "panels", "scales", "supers", "bias", "table")),
@@ -188,7 +195,7 @@ class WeightStruct(ctypes.Structure):
 
 
 class ProductStruct(ctypes.Structure):
-    """`Product` of steps.c."""
+    """ctypes mirror of `Product` in steps.c."""
 
     _fields_ = (
         ("weight", POINTER(WeightStruct)),
@@ -200,7 +207,7 @@ class ProductStruct(ctypes.Structure):
 
 
 class NormStruct(ctypes.Structure):
-    """`NormRows` of steps.c."""
+    """ctypes mirror of `NormRows` in steps.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "out")),
@@ -212,7 +219,7 @@ class NormStruct(ctypes.Structure):
 
 
 class CacheStruct(ctypes.Structure):
-    """`Cache` of attention.c."""
+    """ctypes mirror of `Cache` in attention.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("key", "value")),
@@ -224,7 +231,7 @@ class CacheStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """`Step` of attention.c."""
+    """ctypes mirror of `Step` in attention.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("lens", "sequences", "table", "slots")),
@@ -235,7 +242,7 @@ class StepStruct(ctypes.Structure):
 
 
 class DecodeStruct(ctypes.Structure):
-    """`Decode` of attention.c."""
+    """ctypes mirror of `Decode` in attention.c."""
 
     _fields_ = (
         ("step", POINTER(StepStruct)),
@@ -246,16 +253,16 @@ class DecodeStruct(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """`Call` of steps.c."""
+    """ctypes mirror of `Call` in steps.c."""
 
     _fields_ = (("kind", c_int64), ("of", c_void_p))
 
 
 class Recording:
-    """Calls of our C in the order in which they were made, to be made again as one."""
+    """Sequence of recorded calls to the C library, replayed by one call."""
 
     def __init__(self, repeat: Callable[..., int]) -> None:
-        """repeat: our C's function for that."""
+        """Make an empty recording. repeat: the C function that replays calls."""
         self._repeat = repeat
         self._held: list[ctypes.Structure] = []
         self._calls: list[_Call] = []
@@ -265,13 +272,13 @@ class Recording:
         return len(self._calls)
 
     def add(self, kind: int, of: ctypes.Structure) -> None:
-        """Note a call. of: what it reads, which nobody changes from now on."""
+        """Append a call. of: its argument structure, which must not change from now on."""
         self._held.append(of)
         self._calls.append(_Call(kind, ctypes.addressof(of)))
         self._whole = None
 
     def repeat(self) -> None:
-        """Make the calls once more; what they point to must still be there."""
+        """Replay the calls. The memory that they point to must still exist."""
         if self._whole is None:
             self._whole = (_Call * len(self._calls))(*self._calls)
         _check(self._repeat(self._whole, len(self._calls)))
@@ -281,11 +288,14 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class Functions:
-    """Our C's functions. Each runs on as many threads as torch's own operations, and takes addresses and sizes in elements."""
+    """Functions of the C library.
+
+    Each runs on as many threads as torch's operations, and takes addresses and sizes in elements.
+    """
 
     def __init__(self, built: ctypes.CDLL) -> None:
         self.x_bits: int = built.headway_x_bits()
-        """Bits to which products over codes round x, in groups of 32 columns; 0: they round nothing."""
+        """Bits to which GEMMs over quantized values round activations, in groups of 32 columns. 0 means no rounding."""
         self.product = _recorded(0, built.headway_product)
         self.norm = _recorded(1, built.headway_norm)
         self.decode = _recorded(2, built.headway_decode)
@@ -294,7 +304,7 @@ class Functions:
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Note the calls that are made meanwhile by this thread."""
+        """Record the calls that this thread makes in the context."""
         recording = Recording(self._repeat)
         token = _recording.set(recording)
         try:
@@ -304,12 +314,14 @@ class Functions:
 
 
 def is_recording() -> bool:
-    """Whether calls of this thread are noted, to be made again."""
+    """Return whether the calls of this thread are being recorded."""
     return _recording.get() is not None
 
 
 def _recorded(kind: int, function: Any) -> Callable[[ctypes.Structure], None]:
-    """What calls a function, and notes that where calls are noted. kind: as steps.c numbers the functions."""
+    """Return a wrapper that calls a C function and records the call if a recording is active. kind: number of the function in
+    steps.c.
+    """
     function.argtypes = [c_void_p]
 
     def call(of: ctypes.Structure) -> None:
@@ -328,79 +340,81 @@ def _check(result: int) -> None:
 
 @cache
 def functions() -> Functions | None:
-    """The library's functions; None where there is none (`native_support` tells why)."""
+    """Return the library's functions, or None if it is unavailable (`native_support` gives the reason)."""
     built, _ = library()
     return None if built is None else Functions(built)
 
 
 def native_support() -> Support:
-    """Whether our C runs on this machine, and why not."""
+    """Return whether the C library works on this machine, with the reason if not."""
     return library()[1]
 
 
 _FLOAT32, _HALF, _PAIRS, _CODES4, _CODES8 = range(5)
 _FORMS = {torch.float32: _FLOAT32, torch.float16: _HALF, torch.bfloat16: _PAIRS}
 SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM = range(5)
-"""How the weights of codes follow from them, see panels.h."""
+"""Schemes that dequantize values with scales, numbered as in panels.h."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Panels:
-    """A weight [n, k] in panels, with the structure that our C reads."""
+class PackedWeight:
+    """A weight [n, k] in packed blocks of 16 output features, with the structure that the C library reads."""
 
     data: Tensor
-    """The panels; uint8 or the weight's element type."""
+    """The packed blocks, uint8 or the weight's element type."""
     out_features: int
     in_features: int
     described: ctypes._Pointer[WeightStruct]
     held: tuple[Tensor, ...]
-    """What the structure points to beside the panels."""
+    """Other tensors that the structure points to."""
     more: tuple[ctypes._Pointer[WeightStruct], ...] = ()
-    """Structures of the rows behind the first ones, where these have another form."""
+    """Structures of further rows that have another quantization format than the first rows."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that the weight takes."""
+        """Memory of the weight in bytes."""
         return self.data.nbytes + sum(each.nbytes for each in self.held)
 
     @property
     def gates(self) -> bool:
-        """Whether the outputs divide into halves of whole panels."""
+        """Whether each half of the outputs (gate, up) is a multiple of packed blocks."""
         return self.out_features % (2 * LANES) == 0 and not self.more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Coded:
-    """Codes of 4 or 8 bits for the elements of a weight, and the scales that turn them into numbers."""
+class QuantizedValues:
+    """A quantized weight: values of 4 or 8 bits, and the scales that dequantize them."""
 
     codes: Tensor
-    """int8 [n, k]; of 4 bits 0 to 15."""
+    """int8 [n, k]: quantized values. 4-bit values are 0 to 15."""
     table: Tensor | None
-    """int8 [16], what codes of 4 bits stand for (with an m: 0 to 15); None: codes of 8 bits, which stand for themselves."""
+    """int8 [16]: the integer that each 4-bit value means (with a minimum: 0 to 15). None for 8-bit values, used as they are."""
     scale: int
-    """A scheme of panels.h."""
+    """Dequantization scheme (`SCALE_...`, see panels.h)."""
     group: int
-    """Columns under one scale."""
+    """Columns per scale."""
     scales: tuple[Tensor, ...]
-    """For each number of a group a matrix [n, k / group]: float16, or int8 or uint8 where superblocks scale them."""
+    """Matrices [n, k / group], one for each number of a group: float16, or int8 or uint8 if superblocks scale them."""
     supers: tuple[Tensor, ...] = ()
-    """float16 [n, k / superblock]"""
+    """float16 [n, k / superblock]: numbers of the superblocks."""
     superblock: int = 0
 
 
-def dense_panels(weight: Tensor, bias: Tensor | None = None) -> Panels | None:
-    """Arrange a plain weight; None where our C does not multiply it: no library, another element type, an odd bfloat16."""
+def pack_dense(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | None:
+    """Pack a dense weight. None if the C library does not support it: no library, another element type, or an odd k in
+    bfloat16.
+    """
     n, k = weight.shape
     form = _FORMS.get(weight.dtype)
     if form is None or functions() is None or (form == _PAIRS and k % 2):
         return None
     rows = _whole(weight).view(-1, LANES, k)
     columns = rows.view(-1, LANES, k // 2, 2) if form == _PAIRS else rows
-    return _panels(columns.transpose(1, 2).contiguous(), n, k, form, bias)
+    return _pack(columns.transpose(1, 2).contiguous(), n, k, form, bias)
 
 
-def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels | None:
-    """Arrange a weight of codes, whose rows may come in several schemes; None where there is no library."""
+def pack_quantized(parts: Sequence[QuantizedValues], bias: Tensor | None = None) -> PackedWeight | None:
+    """Pack a quantized weight, whose rows may use several formats. None if the library is unavailable."""
     if functions() is None:
         return None
     panels, row = [], 0
@@ -413,7 +427,7 @@ def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels |
             low, high = rows.view(-1, LANES, k // 8, 2, 4).view(torch.uint8).unbind(3)
             data, form = low | high << 4, _CODES4
         data = data.transpose(1, 2).contiguous()
-        panels.append(_panels(data, n, k, form, None if bias is None else bias[row : row + n], coded))
+        panels.append(_pack(data, n, k, form, None if bias is None else bias[row : row + n], coded))
         row += n
     for one, after in pairwise(panels):
         one.described.contents.next = ctypes.cast(after.described, ctypes.c_void_p)
@@ -422,10 +436,10 @@ def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels |
         return first
     held = (*first.held, *(tensor for each in panels[1:] for tensor in (each.data, *each.held)))
     structs = tuple(each.described for each in panels[1:])
-    return Panels(first.data, row, first.in_features, first.described, held, structs)
+    return PackedWeight(first.data, row, first.in_features, first.described, held, structs)
 
 
-def _panels(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: Coded | None = None) -> Panels:
+def _pack(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: QuantizedValues | None = None) -> PackedWeight:
     whole = None if bias is None else _whole(bias.float())
     table = None if coded is None or coded.table is None else (coded.table.int() + 128).to(torch.uint8)
     scales = None if coded is None else _by_group(coded.scales)
@@ -454,23 +468,23 @@ def _panels(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded:
         superblock=0 if coded is None else coded.superblock,
     )
     held = tuple(tensor for tensor in (scales, supers, whole, table) if tensor is not None)
-    return Panels(data, n, k, ctypes.pointer(struct), held)
+    return PackedWeight(data, n, k, ctypes.pointer(struct), held)
 
 
 def _by_group(matrices: tuple[Tensor, ...]) -> Tensor:
-    """Matrices [n, groups] as [panels, groups, matrices, 16]."""
+    """Pack matrices [n, groups] to [blocks, groups, matrices, 16]."""
     panels = [_whole(each).view(-1, LANES, each.shape[1]).transpose(1, 2) for each in matrices]
     return torch.stack(panels, dim=2).contiguous()
 
 
 def _whole(rows: Tensor) -> Tensor:
-    """Rows with zeros behind them, up to whole panels."""
+    """Pad rows with zeros to a multiple of the packed block's rows."""
     missing = -len(rows) % LANES
     return rows.contiguous() if not missing else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
-def multiply(panels: Panels, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The product of x [rows, k] with a weight in panels, and its bias: [rows, n]; `out`, where it is given."""
+def multiply(panels: PackedWeight, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply x [rows, k] by a packed weight and add its bias (GEMM). Return [rows, n], written to `out` if it is given."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     found, target = functions(), x.new_empty(len(x), panels.out_features) if out is None else out
     assert found is not None

@@ -1,1 +1,1 @@
-"""CUDA C++ of our own, for any backend: compiled by NVRTC at first use, kept on disk, launched through the driver."""
+"""CUDA C++ kernels for any backend: compiled by NVRTC at first use, cached on disk, launched through the driver."""

@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code by cuda.core, NVIDIA's package over NVRTC. The kernels include no header but their own."""
+"""Compiler of CUDA C++ to cubins, using NVRTC through cuda.core. The kernels include only their own headers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger("headway")
 
 
 class Compiler:
-    """NVRTC, the run-time compiler: no toolkit, no host compiler, half a second per kernel.
+    """NVRTC, the run-time compiler. It needs no toolkit and no host compiler, and takes half a second per kernel.
 
-    :raises ImportError or RuntimeError: cuda.core or the NVRTC library is not installed; `find_compiler` says which.
+    :raises ImportError or RuntimeError: if cuda.core or the NVRTC library is not installed; `find_compiler` says which.
     """
 
     name = "NVRTC"
@@ -37,7 +37,10 @@ class Compiler:
         self.version = f"{major}.{minor}"
 
     def compile(self, source: Path, include: Path, constants: Mapping[str, str | int], arch: str) -> bytes:
-        """A cubin for `arch`, such as sm_90, with each of `constants` as a macro. :raises BackendError: it does not compile."""
+        """Return a cubin for `arch` (such as sm_90), with each of `constants` defined as a macro.
+
+        :raises BackendError: if the source does not compile.
+        """
         options = self._options(
             name=source.name,
             arch=arch,
@@ -48,16 +51,18 @@ class Compiler:
         remarks = StringIO()
         try:
             code = self._program(source.read_text(), "c++", options).compile("cubin", logs=remarks).code
-        except Exception as error:  # cuda.core's class for it is not public
+        except Exception as error:  # cuda.core's exception class is not public
             raise BackendError(f"NVRTC {self.version} does not compile {source.name}:\n{error}") from error
         for line in filter(None, map(str.strip, remarks.getvalue().split("\0")[0].splitlines())):
-            log.info("NVRTC %s: %s: %s", self.version, source.name, line)  # such as wgmma products that wait for each other
+            log.info(
+                "NVRTC %s: %s: %s", self.version, source.name, line
+            )  # such as a warning that wgmma instructions are serialised
         return bytes(code)
 
 
 @cache
 def find_compiler() -> tuple[Compiler | None, Support]:
-    """The compiler that will be used; (None, why) where there is none, or where it could compile but not launch."""
+    """Return the compiler; (None, the reason) if it is missing or its kernels could not be launched."""
     hint = f'pip install "cuda-core[cu{cuda_major()}]>=1.2"'
     launches: Any
     launches, support = find("cuda.core", "LaunchConfig", hint)
@@ -67,7 +72,7 @@ def find_compiler() -> tuple[Compiler | None, Support]:
         return None, Support.no("cuda.core", "LaunchConfig(programmatic_stream_serialization=...)", "one without it", hint)
     try:
         compiler = Compiler()
-    except Exception as error:  # the loader of CUDA libraries raises classes of its own
+    except Exception as error:  # the loader of CUDA libraries raises its own exception classes
         text = " ".join(str(error).split())
         return None, Support.no("NVRTC", "to be loadable", f"{type(error).__name__}: {text}", hint)
     if compiler.version.split(".")[0] != cuda_major():
@@ -76,7 +81,7 @@ def find_compiler() -> tuple[Compiler | None, Support]:
 
 
 def _driver_loads(compiler: Compiler) -> Support:
-    """Whether the driver, if there is one here, is of the compiler's major version or newer, and so loads what it compiles."""
+    """Return whether the driver, if present, can load the compiler's output: its major version is the same or newer."""
     if not torch.cuda.is_available():
         return YES  # compiling for another machine
     from cuda.bindings import driver
@@ -90,22 +95,22 @@ def _driver_loads(compiler: Compiler) -> Support:
 
 
 def cuda_major() -> str:
-    """The major CUDA version that torch was built for, whose driver therefore loads what is compiled; 13 for a CPU build."""
+    """Return the major CUDA version that torch was built for, whose driver can load the kernels; 13 for a CPU build of torch."""
     return (torch.version.cuda or "13").split(".")[0]
 
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
-"""Names of element types in the sources."""
+"""Names of element types in the CUDA sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compilation: a source file and the constants it is compiled for."""
+    """One variant of a kernel: a source file and its compile-time constants."""
 
     folder: Path
-    """Where the source lies and what it includes is looked for: the folder `csrc` of a backend."""
+    """Folder of the source and its includes: `csrc` of a backend."""
     source: str
-    """Name of a file in the folder."""
+    """Name of the file in the folder."""
     constants: tuple[tuple[str, str | int], ...] = ()
     """Macros and their values."""
 
@@ -113,7 +118,7 @@ class Variant:
     def of(
         cls, folder: Path, source: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, **others: int
     ) -> Variant:
-        """With the constants that the kernels on a cache share."""
+        """Make a variant from the constants that all kernels on a KV cache share."""
         shape: dict[str, str | int] = {
             "TYPE": TYPES[dtype],
             "KV_TYPE": TYPES[kv_dtype],
@@ -124,11 +129,14 @@ class Variant:
 
     @property
     def owner(self) -> str:
-        """The backend that the source belongs to."""
+        """Name of the backend that the source belongs to."""
         return self.folder.parent.name
 
     def compile(self, arch: str, compiler: Compiler) -> bytes:
-        """The cubin. arch: such as sm_90 or sm_90a. :raises BackendError: it does not compile."""
+        """Return the cubin for an architecture, such as sm_90 or sm_90a.
+
+        :raises BackendError: if the source does not compile.
+        """
         return compiler.compile(self.folder / self.source, self.folder, dict(self.constants), arch)
 
     def __str__(self) -> str:
@@ -136,5 +144,8 @@ class Variant:
 
 
 def architecture(device: torch.device, *, specific: bool = False) -> str:
-    """Such as sm_90; with `specific` sm_90a, whose instructions (wgmma on Hopper) no later generation need have."""
+    """Return the architecture of a device, such as sm_90.
+
+    specific: return sm_90a instead, whose instructions (such as Hopper's wgmma) other generations do not have.
+    """
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if specific else "")

@@ -1,4 +1,4 @@
-"""Loading a cubin and launching its kernels in torch's context, on torch's streams: arguments, tensor maps, launches."""
+"""Loading of cubins and launching of their kernels in torch's context and streams: arguments, tensor maps, launches."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import AHEAD
 
 Value = int | numpy.int32 | numpy.float32 | bytes
-"""An int is a pointer or a long long; bytes are a struct handed in by value, such as a tensor map."""
+"""Kernel argument: int for a pointer or long long; bytes for a struct passed by value, such as a tensor map."""
 _PITCH = 64
-"""Every value begins at a multiple of this: the alignment of a tensor map, the largest that a parameter asks for."""
+"""Alignment of every value in bytes: that of a tensor map, the strictest among kernel parameters."""
 
 
 class Arguments:
-    """Values for a kernel's parameters in their order, in the form that the driver takes.
+    """Values of a kernel's parameters, in their order, in the form that the driver takes.
 
-    A launch copies the values, so that they may be changed for the next one as soon as it returns: `set` is one
-    write into memory. One thread at a time may set and launch.
+    A launch copies the values, so they may be changed as soon as it returns; `set` writes them directly to memory. Not
+    thread-safe: only one thread at a time may set and launch.
     """
 
     __slots__ = ("_formats", "_memory", "_pointers", "_start", "address", "values")
@@ -39,20 +39,20 @@ class Arguments:
         first = base + self._start
         self._pointers = (ctypes.c_void_p * len(places))(*[first + place for place in places])
         self.address = ctypes.addressof(self._pointers)
-        """Address of the array of pointers to the values: what the driver calls kernelParams."""
+        """Address of the array of pointers to the values (the driver's kernelParams)."""
         self.values: tuple[Value, ...] = values
-        """As they are now, for tests and messages."""
+        """Current values, for tests and messages."""
         packer.pack_into(self._memory, self._start, *values)
 
     def set(self, *values: Value) -> None:
-        """Change the first values; each keeps the type that it was made with."""
+        """Change the first values. Each must keep its type."""
         packer, _ = _layout(self._formats[: len(values)])
         packer.pack_into(self._memory, self._start, *values)
         self.values = values + self.values[len(values) :]
 
 
 def _format_of(value: Value) -> str:
-    """How `struct` writes a value."""
+    """Return the `struct` format of a value."""
     kind = type(value)
     if kind is int:
         return "q"
@@ -67,7 +67,7 @@ def _format_of(value: Value) -> str:
 
 @lru_cache(maxsize=1024)
 def _layout(formats: tuple[str, ...]) -> tuple[Struct, tuple[int, ...]]:
-    """What writes values in one go, and where each begins."""
+    """Return the packer that writes all values at once, and the offset of each value."""
     text, places, end = "=", [], 0
     for each in formats:
         places.append(end)
@@ -86,20 +86,18 @@ _TYPES = {
     torch.uint8: "UINT8",
 }
 MAP_BYTES = 128
-"""Bytes of a CUtensorMap."""
+"""Size of a CUtensorMap in bytes."""
 _MAX_BOX = 256
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> bytes:
-    """The tensor map of a tensor whose last axis is contiguous; hand it to a kernel by value, as `const __grid_constant__`.
+    """Return the tensor map of a tensor whose last axis is contiguous. Pass it by value, as `const __grid_constant__`.
 
-    box: what one copy moves, an extent for each axis in the tensor's order (the kernel's coordinates run the other way round, the
-    innermost first). What lies outside the tensor is read as zero and not written. swizzle: 0, 32, 64 or 128, the bytes of a row
-    of the box among which 16-byte pieces are permuted in shared memory; a row may not be longer.
-
-    The answer depends on the address: equal calls are answered from memory, in about a microsecond.
-
-    :raises BackendError: what the hardware cannot do, with the rule.
+    box: extents of one copy, in the tensor's axis order (the kernel's coordinates start with the innermost axis). Elements
+        outside the tensor are read as zero and not written. swizzle: 0, 32, 64 or 128, the bytes within which 16-byte chunks are
+        permuted in shared memory; a row of the box must not be longer.
+    Results are cached by address and arguments: a repeated call takes about 1 us.
+    :raises BackendError: if the hardware does not support the map, with the violated rule.
     """
     return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), box, swizzle)
 
@@ -133,7 +131,7 @@ def _encode(
 def _check(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> None:
-    """What the driver answers with "invalid value" and no more."""
+    """Check the rules for which the driver reports only "invalid value"."""
     if dtype not in _TYPES:
         wrong = f"its type is one of {', '.join(str(each).removeprefix('torch.') for each in _TYPES)}"
     elif not 1 <= len(shape) <= 5 or len(box) != len(shape):
@@ -156,11 +154,11 @@ def _check(
 
 
 _UNASKED_SHARED = 46 * 1024
-"""Dynamic shared memory that every block of threads may have: 48 KiB less what a kernel declares itself (2 KiB at most)."""
+"""Dynamic shared memory in bytes that any thread block may use without asking: 48 KiB less the static part (at most 2 KiB)."""
 
 
 class Launch:
-    """How to launch a kernel. A plan keeps it: making one costs more than launching."""
+    """Launch configuration of a kernel. Plans reuse it, because making one costs more than launching."""
 
     __slots__ = ("block", "cluster", "config", "grid", "overlaps", "shared_bytes")
 
@@ -173,8 +171,10 @@ class Launch:
         overlaps: bool = False,
         cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
-        """overlaps: the kernel may start while the one before it still runs; it waits itself before it reads what that one wrote
-        (programmatic dependent launch). cluster: blocks of threads that run together, in each direction of the grid.
+        """Configure a launch.
+
+        overlaps: True lets the kernel start while its predecessor runs; it waits by itself before it reads its predecessor's
+            results (programmatic dependent launch). cluster: thread blocks per cluster in each direction of the grid.
         """
         from cuda.bindings import driver
 
@@ -184,7 +184,7 @@ class Launch:
         self.overlaps = overlaps
         self.cluster = cluster
         self.config = driver.CUlaunchConfig()
-        """The driver's form; its stream is set by each launch."""
+        """The driver's launch configuration. Each launch sets its stream."""
         for axis, programs, count in zip("XYZ", grid, self.block, strict=True):
             setattr(self.config, f"gridDim{axis}", programs)
             setattr(self.config, f"blockDim{axis}", count)
@@ -210,10 +210,10 @@ class Launch:
 
 
 class CompiledKernel:
-    """One function of a compilation, on one device."""
+    """A function of a cubin on one device."""
 
     def __init__(self, cubin: Callable[[], bytes], name: str, device: torch.device) -> None:
-        """cubin: gives the machine code; it is asked once, by `load` or by the first launch."""
+        """Make a kernel without loading it. cubin: returns the machine code; called once, by `load` or the first launch."""
         from cuda.bindings import driver
 
         self._cubin = cubin
@@ -222,31 +222,36 @@ class CompiledKernel:
         self._driver = driver
         self._index = device.index or 0
         self._attributes: dict[Any, int] = {}
-        """What the function is to be allowed, by the driver's name."""
+        """Attributes to set on the function, by the driver's names."""
         self._shared_limit = _UNASKED_SHARED
         self._kernel: Any = None
         self._function: Any = None
-        """The driver takes a CUkernel in place of a CUfunction; None before it is loaded."""
+        """CUkernel, which the driver accepts instead of a CUfunction. None before it is loaded."""
         self._start: Any = driver.cuLaunchKernelEx
-        self._stream_of: Any = torch._C._cuda_getCurrentRawStream  # as Triton asks: a tenth of making a torch.cuda.Stream
+        self._stream_of: Any = (
+            torch._C._cuda_getCurrentRawStream
+        )  # like Triton: a tenth of the time of making a torch.cuda.Stream
 
     def load(self) -> None:
-        """Hand the machine code to the driver. :raises BackendError: it does not compile, or the driver does not load it."""
+        """Load the machine code into the driver.
+
+        :raises BackendError: if it does not compile, or the driver does not load it.
+        """
         from cuda.core import ObjectCode
 
         code = self._cubin()
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream()  # makes torch's context, if nobody has
+            torch.cuda.current_stream()  # creates torch's context if needed
             try:
                 self._kernel = ObjectCode.from_cubin(code).get_kernel(self._name)
-            except Exception as error:  # cuda.core's class for it is not public
+            except Exception as error:  # cuda.core's exception class is not public
                 raise BackendError(f"CUDA driver: loading {self._name}: {error}") from error
         self._function = self._driver.CUfunction(int(self._kernel.handle))
         for attribute, value in self._attributes.items():
             self._set(attribute, value)
 
     def allow_shared(self, shared_bytes: int) -> None:
-        """Let a block of threads have this much dynamic shared memory; to be called before a launch that needs it."""
+        """Raise the limit of dynamic shared memory per thread block. Call it before a launch that needs more."""
         if shared_bytes > self._shared_limit:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._attributes[attribute] = self._shared_limit = shared_bytes
@@ -254,7 +259,7 @@ class CompiledKernel:
                 self._set(attribute, shared_bytes)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """Launch on torch's current stream of the device, without synchronising. arguments: may be changed when this returns."""
+        """Launch on torch's current stream of the device, without synchronising. arguments: may be changed after the return."""
         if AHEAD.get() is not None:
             return
         if self._function is None:

@@ -1,4 +1,4 @@
-"""The compiled kernels: one cubin for each source, set of constants and architecture, kept on disk."""
+"""Disk cache of compiled kernels: one cubin per source, set of constants and architecture."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from headway.kernels.runtime.nvrtc.launch import CompiledKernel
 log = logging.getLogger("headway")
 
 _DIGEST_BYTES = 32
-"""SHA-256 of the cubin, which stands behind it in its file. What reads ELF files does not look behind the end."""
+"""Size of the SHA-256 appended to the cubin in its file. ELF readers ignore bytes after the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The machine code of one variant."""
+    """Machine code of one variant."""
 
     cubin: bytes
     path: Path | None
-    """Where it is kept; None if the folder cannot be written, so that the next process compiles again."""
+    """Path of the cached file. None if the folder is not writable, so the next process compiles again."""
     seconds: float
-    """What compiling took; 0 if it was there."""
+    """Compilation time in seconds. 0 if the cubin was cached."""
 
 
 def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
-    """The file of one compilation; its name holds a hash of all it was made from."""
+    """Return the path of a cubin; its name contains a hash of everything that it was compiled from."""
     digest = hashlib.sha256()
     for path in sorted(variant.folder.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -47,11 +47,12 @@ def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
 
 
 def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
-    """The cubin from the disk, or compiled and then kept there.
+    """Return the cubin from the disk cache, or compile and cache it.
 
-    It appears under its name in one step, when it is complete: processes that compile the same one at the same time waste half a
-    second, and none reads a half of it. A file that is damaged is compiled again. A folder that cannot be written (read-only,
-    full) costs every process the compilation, which the log says once. :raises BackendError: it does not compile.
+    The file appears atomically: processes that compile the same variant at once waste half a second, but never read a partial
+    file. A damaged file is compiled again. If the folder is not writable (read-only, full), every process compiles, with one
+    warning.
+    :raises BackendError: if the source does not compile.
     """
     path = compiled_path(variant, arch, compiler)
     cubin = _read(path)
@@ -66,9 +67,9 @@ def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
 
 
 def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, workers: int) -> Iterator[tuple[Variant, Built]]:
-    """As `build`, many at a time; hands each out as it is done. workers: threads, for NVRTC works outside Python's lock.
+    """Build variants in parallel, and yield each when it is done. workers: number of threads; NVRTC releases the GIL.
 
-    :raises BackendError: one does not compile.
+    :raises BackendError: if a source does not compile.
     """
     with ThreadPoolExecutor(workers, "nvrtc") as pool:
         futures = {pool.submit(build, variant, arch, compiler): variant for variant in variants}
@@ -81,11 +82,11 @@ def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, worker
 
 @cache
 def load(variant: Variant, function: str, device: torch.device, arch: str | None = None) -> CompiledKernel:
-    """One function of a variant, ready to launch on a device; compiled first if need be, ahead of its first launch in `AHEAD`.
+    """Return a function of a variant, ready to launch on a device. It is compiled if needed; in `AHEAD`, asynchronously.
 
-    arch: in place of the device's, such as sm_90a for what Hopper alone can do.
-
-    :raises UnsupportedError: no compiler. BackendError: it does not compile or load.
+    arch: overrides the device's architecture, such as sm_90a for instructions that only Hopper has.
+    :raises UnsupportedError: if there is no compiler.
+    :raises BackendError: if the source does not compile or load.
     """
     compiler, support = find_compiler()
     if compiler is None:
@@ -104,7 +105,7 @@ def load(variant: Variant, function: str, device: torch.device, arch: str | None
 
 
 def _read(path: Path) -> bytes | None:
-    """What a file keeps; None if there is none, or if it is not what was written."""
+    """Return the cubin in a file, or None if the file is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -117,7 +118,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> bool:
-    """Keep a cubin; False, with a warning the first time, where that cannot be."""
+    """Write a cubin to the cache. Return False, with one warning, if that fails."""
     try:
         write_whole(path, cubin + hashlib.sha256(cubin).digest())
     except OSError as error:

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from expert_layers import FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
-from headway.kernels.experts.cuda_lots import expert_lots_cut
-from headway.kernels.experts.cuda_rows import ExpertCutRule
-from headway.kernels.linear.cuda_variant import CudaCut
+from headway.kernels.experts.cuda_grouped_gemm import expert_grouped_tiling
+from headway.kernels.experts.cuda_rows import ExpertTilingRule
+from headway.kernels.linear.cuda_variant import CudaTiling
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from host_experts import CLAMPED, PLAIN, SHAPES, Add, check, routed_of
 from host_kernels import add_experts, add_lots
@@ -25,13 +25,13 @@ def rows_of(lot: int, order: int = 0) -> Add:
     return partial(add_experts, lot=lot, blocks=3, order=order)
 
 
-def lots_of(lot: int, order: int = 0, rule: ExpertCutRule = expert_lots_cut, blocks: int = 3) -> Add:
+def lots_of(lot: int, order: int = 0, rule: ExpertTilingRule = expert_grouped_tiling, blocks: int = 3) -> Add:
     return partial(add_lots, lot=lot, blocks=blocks, order=order, rule=rule)
 
 
-def cut(tiles: int, warps: int, stages: int = 2) -> ExpertCutRule:
+def tiling(tiles: int, warps: int, stages: int = 2) -> ExpertTilingRule:
     """A cut that no rule chooses for work so small. Two stages have both sides wait for each other."""
-    return lambda *_: CudaCut(tiles, warps, stages)
+    return lambda *_: CudaTiling(tiles, warps, stages)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_threads_in_another_order(monkeypatch: pytest.MonkeyPatch, form: str, or
 @pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4", "int4, zeros"])
 def test_threads_in_any_order_of_short_rings(monkeypatch: pytest.MonkeyPatch, form: str, lot: int, order: int) -> None:
     config, hidden = SHAPES[form]
-    check(monkeypatch, lots_of(lot, order, cut(1, 4), blocks=2), form, config, 2 * hidden, 20)
+    check(monkeypatch, lots_of(lot, order, tiling(1, 4), blocks=2), form, config, 2 * hidden, 20)
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_threads_in_any_order_of_short_rings(monkeypatch: pytest.MonkeyPatch, fo
 def test_tiles_that_reach_beyond_an_expert(monkeypatch: pytest.MonkeyPatch, tiles: int, warps: int, lot: int) -> None:
     config = dataclasses.replace(CLAMPED, intermediate_size=224)
     for form in ("mxfp4", "fp8 rows"):
-        check(monkeypatch, lots_of(lot, rule=cut(tiles, warps)), form, config, 176 if form == "fp8 rows" else 160, 40)
+        check(monkeypatch, lots_of(lot, rule=tiling(tiles, warps)), form, config, 176 if form == "fp8 rows" else 160, 40)
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import torch
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import QuantizedWeight
-from headway.kernels.experts.builtin import CUDA_LOTS, CUDA_ROWS
-from headway.kernels.experts.cuda_lots import LotsVariant, cuda_lots, lots_variant, suits
+from headway.kernels.experts.builtin import GROUPED_TILE_ROWS, SKINNY_TILE_ROWS
+from headway.kernels.experts.cuda_grouped_gemm import GroupedVariant, cuda_grouped_gemm, grouped_variant, suits
 from headway.kernels.experts.cuda_rows import ExpertVariant, cuda_rows, expert_variant
 from headway.kernels.experts.weights import spec_of
 from headway.kernels.linear.cuda_products import ArrangedWeight, computes
@@ -31,7 +31,7 @@ def variants(form: str, shape: str) -> list[ExpertVariant]:
     """Both products in every lot, as launches make them."""
     config, hidden = PUBLISHED[shape]
     found = []
-    for lot, first in product((1, *CUDA_ROWS), (True, False)):
+    for lot, first in product((1, *SKINNY_TILE_ROWS), (True, False)):
         weight, scales = described(form, hidden if first else config.intermediate_size)
         codes = torch.empty(config.num_all * (config.up_size if first else hidden), 1, dtype=torch.uint8, device="meta")
         read = ArrangedWeight(weight, codes, torch.empty(1, dtype=scales, device="meta"))
@@ -43,11 +43,11 @@ def variants(form: str, shape: str) -> list[ExpertVariant]:
 @pytest.mark.parametrize("form", ["fp8 blocks", "fp8 rows", "mxfp4", "int4"])
 def test_cuts_fit_into_shared_memory_and_leave_few_warps_idle(form: str, shape: str) -> None:
     for variant in variants(form, shape):
-        cut, slices = variant.each.cut, -(-variant.each.weight.row // 64)
+        tiling, slices = variant.each.tiling, -(-variant.each.weight.row // 64)
         assert variant.shared_bytes <= SHARED_BYTES, variant
-        assert cut.stages >= 2
-        assert -(-slices // cut.warps) * cut.warps <= max(2, 1.34 * slices)
-        assert not variant.each.gated or cut.tiles % 2 == 0
+        assert tiling.stages >= 2
+        assert -(-slices // tiling.warps) * tiling.warps <= max(2, 1.34 * slices)
+        assert not variant.each.gated or tiling.tiles % 2 == 0
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -80,17 +80,17 @@ MULTIPROCESSOR_BYTES, MULTIPROCESSORS = 228 * 1024, 132
 """Of a multiprocessor, and of an H200."""
 
 
-def lot_variants(form: str, shape: str) -> list[LotsVariant]:
+def lot_variants(form: str, shape: str) -> list[GroupedVariant]:
     """Both products in every lot, as launches make them."""
     config, hidden = PUBLISHED[shape]
     after, _ = described(form, config.intermediate_size)
     found = []
-    for lot, first in product(CUDA_LOTS, (True, False)):
+    for lot, first in product(GROUPED_TILE_ROWS, (True, False)):
         weight, scales = described(form, hidden if first else config.intermediate_size)
         codes = torch.empty(config.num_all * (config.up_size if first else hidden), 1, dtype=torch.uint8, device="meta")
         read = ArrangedWeight(weight, codes, torch.empty(1, dtype=scales, device="meta"))
         following = after if first else None
-        found.append(lots_variant(config, read, BF16, lot, following, config.biases, MULTIPROCESSORS))
+        found.append(grouped_variant(config, read, BF16, lot, following, config.biases, MULTIPROCESSORS))
     return found
 
 
@@ -99,17 +99,18 @@ def lot_variants(form: str, shape: str) -> list[LotsVariant]:
 def test_cuts_fit_beside_one_another_and_boxes_end_with_an_expert(form: str, shape: str) -> None:
     for variant in lot_variants(form, shape):
         each = variant.of.each
-        table = 4 * (variant.of.most_lots + 1)
+        table = 4 * (variant.of.max_tiles + 1)
         assert (
-            each.cut.per_multiprocessor * (variant.shared_bytes + 16 * each.cut.stages + table + 1024) <= MULTIPROCESSOR_BYTES
+            each.tiling.per_multiprocessor * (variant.shared_bytes + 16 * each.tiling.stages + table + 1024)
+            <= MULTIPROCESSOR_BYTES
         ), variant
-        assert each.cut.stages >= 2
-        assert each.most_rows <= 16 or each.cut.warps % 4 == 0, "four warps multiply together"
+        assert each.tiling.stages >= 2
+        assert each.most_rows <= 16 or each.tiling.warps % 4 == 0, "four warps multiply together"
         assert each.out_features % variant.box == 0
         assert variant.outputs % variant.box == 0
 
 
-Variants = list[ExpertVariant] | list[LotsVariant]
+Variants = list[ExpertVariant] | list[GroupedVariant]
 
 
 def compile_all(found: Variants, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,11 +158,11 @@ def test_sources_compile(form: str, shape: str, made: Callable[..., Variants], c
     ],
 )
 def test_lots_are_offered_where_experts_fill_them(shape: str, tokens: int, lots: list[int]) -> None:
-    assert [lot for lot in CUDA_LOTS if suits(lot, tokens, PUBLISHED[shape][0])] == lots
+    assert [lot for lot in GROUPED_TILE_ROWS if suits(lot, tokens, PUBLISHED[shape][0])] == lots
 
 
 def test_what_cannot_be_computed_is_refused_with_a_reason() -> None:
     config = ExpertsConfig(64, 30, 32)
-    told = str(cuda_lots(8).supports(spec_of(config, Layer(config, BF16, hidden=32).quantized("mxfp4"))))
+    told = str(cuda_grouped_gemm(8).supports(spec_of(config, Layer(config, BF16, hidden=32).quantized("mxfp4"))))
     assert "device: needs cuda, got cpu" in told
     assert "experts of a token: needs up to 24, got 30" in told

@@ -13,7 +13,7 @@ from headway.core.contract.experts import ExpertsConfig
 from headway.kernels.experts.builtin import ExpertTiling
 from headway.kernels.experts.plain import Routed, RoutedKernel, route, sort_by_expert
 from headway.kernels.experts.route_kernels import Router, sorted_pairs
-from headway.kernels.experts.row_kernels import RowCut, RowKernel, row_kernel
+from headway.kernels.experts.row_kernels import RowKernel, RowSplit, row_kernel
 from headway.kernels.experts.tiles import DequantizingKernel, tiled
 from headway.kernels.experts.weights import RoutedWeights, spec_of
 from headway.kernels.runtime.triton_launch import Launchers
@@ -26,8 +26,8 @@ UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2
 def kernel_class(method: str) -> type[RoutedKernel]:
     """A kernel over plain weights of few and large programs, which the interpreter runs one after the other."""
     if method == "rows":
-        cuts = RowCut(16, 4, 4, 1024), RowCut(16, 4, 6, 32)
-        return type("Rows", (RowKernel,), {"name": "rows", "warps": 1, "plain_cuts": cuts})
+        cuts = RowSplit(16, 4, 4, 1024), RowSplit(16, 4, 6, 32)
+        return type("Rows", (RowKernel,), {"name": "rows", "warps": 1, "plain_splits": cuts})
     swapped = ExpertTiling(16, 64, 32, 4, 2, swapped=True, group_m=2)
     tilings = {"tiles": ExpertTiling(16, 32, 64, 4, 2), "swapped": swapped}
     tilings |= {"whole": ExpertTiling(16, 32, 64, 4, 2, whole=True), "whole.swapped": dataclasses.replace(swapped, whole=True)}

@@ -21,7 +21,7 @@ from headway.core.contract.experts import ExpertsConfig
 from headway.core.select.costs import AxisTimes
 from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS, rules
 from headway.kernels.experts.plain import route, sort_by_expert
-from headway.kernels.experts.weights import ExpertsCut
+from headway.kernels.experts.weights import ExpertsShard
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import Weights
 from headway.models.config import ExpertNames
@@ -197,7 +197,7 @@ def test_experts_equal_transformers(tmp_path: Path, name: str) -> None:
     weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
     read = deepseek_experts(config)
     assert [*read["dense_layers"]] == [0]
-    taken = take_experts(ExpertsCut(read["experts"]), ExpertNames(), WIDTH, weights, "layer.")
+    taken = take_experts(ExpertsShard(read["experts"]), ExpertNames(), WIDTH, weights, "layer.")
     weights.finish()
     x = torch.randn(29, WIDTH)
     with torch.inference_mode():

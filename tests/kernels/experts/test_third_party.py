@@ -183,7 +183,7 @@ def test_a_wrong_kernel_is_left_out_with_the_numbers(folder: str, caplog: pytest
 
 def test_one_that_raises_in_a_step_is_replaced_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     layer = bound(PLAIN, Raising)
-    layer.kind.obey(AxisTimes(TOKENS, {"raising": [1.0] * len(TOKEN_COUNTS), "torch": [9.0] * len(TOKEN_COUNTS)}, "a test"))
+    layer.kind.use_times(AxisTimes(TOKENS, {"raising": [1.0] * len(TOKEN_COUNTS), "torch": [9.0] * len(TOKEN_COUNTS)}, "a test"))
     x = torch.randn(3, 64)
     expected = bound(PLAIN)(x.clone())
     torch.testing.assert_close(layer(x.clone()), expected)
@@ -319,7 +319,7 @@ def test_layers_of_one_spec_share_kernels_and_hold_no_copy_that_nobody_reads() -
     kind = first.kind
     assert kind is second.kind
     assert first.weights is not None, "which the kernel that is not chosen yet may need"
-    kind.obey(AxisTimes(TOKENS, {"gathered": [9.0] * len(TOKEN_COUNTS), "torch": [1.0] * len(TOKEN_COUNTS)}, "a test"))
+    kind.use_times(AxisTimes(TOKENS, {"gathered": [9.0] * len(TOKEN_COUNTS), "torch": [1.0] * len(TOKEN_COUNTS)}, "a test"))
     kind.prepare()
     assert (first.weights, second.weights, list(kind.kernels)) == (None, None, ["torch"])
     gone = ref(second)

@@ -13,13 +13,13 @@ from headway.core.contract.linear import LinearSpec
 from headway.core.contract.weights import Float8Weight, WeightFormat
 from headway.kernels.linear.cuda_products import FewRowsKernel, SharedRowsKernel, W8A8Kernel, arranged
 from headway.kernels.linear.cuda_variant import (
-    CudaCut,
-    CudaCutRule,
-    few_rows_cut,
-    float8_cut,
-    float8_cut_narrow,
-    shared_rows_cut,
-    shared_rows_cut_narrow,
+    CudaTiling,
+    CudaTilingRule,
+    few_rows_tiling,
+    float8_tiling,
+    float8_tiling_narrow,
+    shared_rows_tiling,
+    shared_rows_tiling_narrow,
 )
 from headway.kernels.linear.forms import Operand
 from headway.kernels.step.operations import Norm
@@ -36,9 +36,9 @@ COARSE = 6e-2
 ROWS, TENSOR, BLOCKS = "rows", "tensor", "blocks"
 
 
-def fixed(**cut: int) -> CudaCutRule:
+def fixed(**tiling: int) -> CudaTilingRule:
     """A cut that no rule chooses for work so small."""
-    return lambda *_: CudaCut(**{"tiles": 1, "warps": 4, "stages": 2, "splits": 1, **cut})
+    return lambda *_: CudaTiling(**{"tiles": 1, "warps": 4, "stages": 2, "splits": 1, **tiling})
 
 
 def weight_of(scales: str, shape: tuple[int, int], size: float = 0.1) -> Float8Weight:
@@ -56,7 +56,7 @@ def rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def check(
     scales: str,
     rows: int,
-    rule: CudaCutRule,
+    rule: CudaTilingRule,
     shape: tuple[int, int] = (96, 512),
     dtype: torch.dtype = BF16,
     norm: torch.dtype | None = None,
@@ -96,15 +96,15 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("scales", "rows", "cut", "shape", "how"),
+    ("scales", "rows", "tiling", "shape", "how"),
     [
         (ROWS, 9, {"splits": 2}, (96, 512), {"add": True, "bias": True}),
         (BLOCKS, 33, {"warps": 8, "stages": 3}, (192, 384), {"gated": True, "norm": BF16, "order": 1}),
         pytest.param(TENSOR, 100, {"tiles": 2, "warps": 8}, (288, 128), {"order": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_rounded_rows(scales: str, rows: int, cut: dict[str, int], shape: tuple[int, int], how: dict[str, Any]) -> None:
-    check(scales, rows, fixed(**cut), shape, **how)
+def test_rounded_rows(scales: str, rows: int, tiling: dict[str, int], shape: tuple[int, int], how: dict[str, Any]) -> None:
+    check(scales, rows, fixed(**tiling), shape, **how)
 
 
 @pytest.mark.slow
@@ -126,9 +126,9 @@ def test_gate_and_up_behind_a_norm(scales: str, tiles: int, rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sampled(3, then="soak")
-@pytest.mark.parametrize("rule", [float8_cut, float8_cut_narrow])
+@pytest.mark.parametrize("rule", [float8_tiling, float8_tiling_narrow])
 @pytest.mark.parametrize("rows", [9, 65])
-def test_cuts_that_rules_choose(rows: int, rule: CudaCutRule) -> None:
+def test_cuts_that_rules_choose(rows: int, rule: CudaTilingRule) -> None:
     check(BLOCKS, rows, rule, shape=(288, 768), add=True)
 
 
@@ -173,7 +173,7 @@ WAYS = {**FORMS, "int4 of a row": lambda weight: int4(weight, weight.shape[1])}
 def check_product(
     form: str,
     rows: int,
-    rule: CudaCutRule,
+    rule: CudaTilingRule,
     shape: tuple[int, int] = (96, 512),
     dtype: torch.dtype = BF16,
     norm: bool = False,
@@ -198,17 +198,17 @@ def check_product(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("rows", "cut", "order"), [(5, {"splits": 2}, 0), (130, {"tiles": 2}, 1)])
-def test_four_bits_with_zeros(rows: int, cut: dict[str, int], order: int) -> None:
-    check_product("int4 of 64 with zeros", rows, fixed(**cut), shape=(96, 1024), add=True, bias=True, order=order)
+@pytest.mark.parametrize(("rows", "tiling", "order"), [(5, {"splits": 2}, 0), (130, {"tiles": 2}, 1)])
+def test_four_bits_with_zeros(rows: int, tiling: dict[str, int], order: int) -> None:
+    check_product("int4 of 64 with zeros", rows, fixed(**tiling), shape=(96, 1024), add=True, bias=True, order=order)
 
 
 @pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize(("rows", "warps", "order"), [(1, 4, 2), (6, 4, 0), (13, 2, 1)])
 def test_x_that_is_kept_for_all_tiles(rows: int, warps: int, order: int) -> None:
-    cut = fixed(tiles=2, warps=warps, stages=3, splits=0, kept=True)
-    check_product("int4 of 64 with zeros", rows, cut, shape=(224, 1024), norm=True, add=True, order=order)
-    check_product("fp8 rows", rows, cut, shape=(448, 832), gated=True, order=order)
+    tiling = fixed(tiles=2, warps=warps, stages=3, splits=0, kept=True)
+    check_product("int4 of 64 with zeros", rows, tiling, shape=(224, 1024), norm=True, add=True, order=order)
+    check_product("fp8 rows", rows, tiling, shape=(448, 832), gated=True, order=order)
 
 
 @pytest.mark.sampled(3)
@@ -235,7 +235,7 @@ def test_heads_are_turned(heads: tuple[int, int, int], normed: bool, rows: int, 
     rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     whole = torch.cat([rotated, expected[:, turned:]], dim=1).flatten(1)
     for _ in range(2):
-        multiply(HostProduct(x, weight, few_rows_cut, y.fill_(torch.nan), order=order, rotation=rotation))
+        multiply(HostProduct(x, weight, few_rows_tiling, y.fill_(torch.nan), order=order, rotation=rotation))
         assert (y.double() - whole).norm() < 1e-2 * whole.norm(), f"seed {seed}"
         assert not rotation.arrivals.any()
 
@@ -245,8 +245,8 @@ def test_heads_are_turned(heads: tuple[int, int, int], normed: bool, rows: int, 
 @pytest.mark.parametrize(("rows", "order"), [(1, 0), (6, 1), (13, 2)])
 @pytest.mark.parametrize("form", [form for form in WAYS if form != "int4 of 32 in another order"])
 def test_every_form_by_few_rows(form: str, rows: int, order: int) -> None:
-    check_product(form, rows, few_rows_cut, shape=(160, 512), bias=True, norm=True, add=True, order=order)
-    check_product(form, rows, few_rows_cut, shape=(256, 1024), gated=True, order=order)
+    check_product(form, rows, few_rows_tiling, shape=(160, 512), bias=True, norm=True, add=True, order=order)
+    check_product(form, rows, few_rows_tiling, shape=(256, 1024), gated=True, order=order)
 
 
 @pytest.mark.slow
@@ -261,9 +261,9 @@ def test_every_form(form: str, rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sampled(3, then="soak")
-@pytest.mark.parametrize("rule", [shared_rows_cut, shared_rows_cut_narrow])
+@pytest.mark.parametrize("rule", [shared_rows_tiling, shared_rows_tiling_narrow])
 @pytest.mark.parametrize("rows", [33, 65, 129, 300])
-def test_cuts_that_rules_choose_for_rows(rows: int, rule: CudaCutRule) -> None:
+def test_cuts_that_rules_choose_for_rows(rows: int, rule: CudaTilingRule) -> None:
     check_product("int4 of 128", rows, rule, shape=(288, 1024), add=True)
     check_product("fp8 rows", rows, rule, shape=(192, 512), dtype=FP16, norm=True, gated=True)
 
@@ -277,9 +277,9 @@ def test_threads_in_any_order_of_shared_rows(order: int) -> None:
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 CUTS = {
-    "few_rows": (FewRowsKernel, CudaCut(2, 4, 3)),
-    "shared_rows": (SharedRowsKernel, CudaCut(1, 4, 2, splits=2)),
-    "w8a8": (W8A8Kernel, CudaCut(1, 8, 2, splits=2)),
+    "few_rows": (FewRowsKernel, CudaTiling(2, 4, 3)),
+    "shared_rows": (SharedRowsKernel, CudaTiling(1, 4, 2, splits=2)),
+    "w8a8": (W8A8Kernel, CudaTiling(1, 8, 2, splits=2)),
 }
 LAUNCH_LIMIT = {FewRowsKernel: 1e-2, SharedRowsKernel: 1e-2, W8A8Kernel: 6e-2}
 
@@ -296,12 +296,12 @@ def layer_of(rows: int, bias: bool, blocks: bool) -> tuple[Tensor, Operand, Tens
 @pytest.mark.parametrize("kernel", ["w8a8", *(pytest.param(name, marks=pytest.mark.slow) for name in CUTS if name != "w8a8")])
 def test_a_gated_product(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_host(monkeypatch)
-    (kind, cut), seed = CUTS[kernel], torch.seed()
+    (kind, tiling), seed = CUTS[kernel], torch.seed()
     x, layer, weight = layer_of(12, bias=False, blocks=kernel == "w8a8")
     norm = Norm(torch.randn(256).to(BF16), 1e-6)
     gate, up = (rms_norm(x.double(), (256,), norm.weight.double(), norm.eps) @ weight).chunk(2, 1)
     expected = silu(gate) * up
-    found = kind(SPEC, cut=lambda *_: cut).compute(x, layer, norm, gated=True, activation="silu")
+    found = kind(SPEC, tiling=lambda *_: tiling).compute(x, layer, norm, gated=True, activation="silu")
     assert (found.double() - expected).norm() < LAUNCH_LIMIT[kind] * expected.norm(), f"seed {seed}"
 
 
@@ -309,9 +309,9 @@ def test_a_gated_product(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernel", CUTS)
 def test_a_product_that_is_added(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_host(monkeypatch)
-    (kind, cut), seed = CUTS[kernel], torch.seed()
+    (kind, tiling), seed = CUTS[kernel], torch.seed()
     x, layer, weight = layer_of(11, bias=True, blocks=False)
     y = torch.randn(11, 192).to(BF16)
     expected = y.double() + x.double() @ weight + layer.bias.double()
-    assert kind(SPEC, cut=lambda *_: cut).compute(x, layer, add_to=y) is y
+    assert kind(SPEC, tiling=lambda *_: tiling).compute(x, layer, add_to=y) is y
     assert (y.double() - expected).norm() < LAUNCH_LIMIT[kind] * expected.norm(), f"seed {seed}"

@@ -15,15 +15,15 @@ from headway.kernels.linear import cuda_products
 from headway.kernels.linear.choice import BUILTIN, rule, spec_of
 from headway.kernels.linear.cuda_products import W8A8Kernel, arranged, computes
 from headway.kernels.linear.cuda_variant import (
-    CudaCutRule,
+    CudaTilingRule,
     CudaVariant,
     Float8Variant,
-    few_rows_cut,
+    few_rows_tiling,
     fitted,
-    float8_cut,
-    float8_cut_narrow,
+    float8_tiling,
+    float8_tiling_narrow,
     most_rows_of,
-    shared_rows_cut,
+    shared_rows_tiling,
 )
 from headway.kernels.linear.forms import WeightBytes, weight_bytes
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
@@ -44,14 +44,14 @@ def weight_of(form: str, rows: int = 64, columns: int = 512) -> QuantizedWeight:
 
 def variant_of(weight: QuantizedWeight, rows: int, gated: bool = False, heads: bool = False) -> CudaVariant:
     """As a launch makes it, with all that a product may have before and after it."""
-    described, rule = weight_bytes(weight), few_rows_cut if rows <= 16 else shared_rows_cut
+    described, rule = weight_bytes(weight), few_rows_tiling if rows <= 16 else shared_rows_tiling
     assert described is not None
     scale_dtype = {"int4": FP16, "mxfp4": torch.uint8}.get(weight.kind, torch.float32)
     out, columns = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    cut = rule(described, rows, out, gated, MULTIPROCESSORS)
-    shape = described, scale_dtype, False, cut, max(8 if cut.splits else 1, most_rows_of(rows)), columns, out
-    norm = None if cut.splits else BF16
-    turned = (out // 32 - 2, 1, 32) if heads and not cut.splits else None
+    tiling = rule(described, rows, out, gated, MULTIPROCESSORS)
+    shape = described, scale_dtype, False, tiling, max(8 if tiling.splits else 1, most_rows_of(rows)), columns, out
+    norm = None if tiling.splits else BF16
+    turned = (out // 32 - 2, 1, 32) if heads and not tiling.splits else None
     activation = "silu" if gated else None
     return CudaVariant(BF16, *shape, norm, gated, activation, not gated, True, turned, torch.float32 if turned else None)
 
@@ -115,16 +115,20 @@ def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) ->
         variant = variant_of(shape_of(form, out, columns), rows, gated)
         assert variant.shared_bytes <= SHARED_BYTES, variant
         assert variant.needed_bytes <= variant.shared_bytes
-        if variant.cut.alone:  # two of one launch do not fit on a multiprocessor, one does beside half of what others may take
+        if variant.tiling.alone:  # two of one launch do not fit on a multiprocessor, one does beside half of what others may take
             assert 2 * (variant.shared_bytes + 1024) > 228 * 1024
             assert variant.needed_bytes > 112 * 1024 or variant.shared_bytes + 112 * 1024 + 1024 <= 228 * 1024
-        assert variant.cut.stages >= 2
-        assert not gated or variant.cut.splits or variant.cut.tiles % 2 == 0
+        assert variant.tiling.stages >= 2
+        assert not gated or variant.tiling.splits or variant.tiling.tiles % 2 == 0
 
 
 def test_one_row_takes_sixteens_alone_where_pairs_are_uneven() -> None:
-    cuts = {out: few_rows_cut(weight_bytes(weight_of("fp8 rows", 16)), 1, out, False, 132) for out in (5120, 6144, 8192)}  # type: ignore[arg-type]
-    assert {out: (cut.tiles, cut.kept) for out, cut in cuts.items()} == {5120: (1, True), 6144: (1, True), 8192: (2, False)}
+    tilings = {out: few_rows_tiling(weight_bytes(weight_of("fp8 rows", 16)), 1, out, False, 132) for out in (5120, 6144, 8192)}  # type: ignore[arg-type]
+    assert {out: (tiling.tiles, tiling.kept) for out, tiling in tilings.items()} == {
+        5120: (1, True),
+        6144: (1, True),
+        8192: (2, False),
+    }
 
 
 @pytest.mark.sampled(4)
@@ -134,10 +138,10 @@ def test_one_row_takes_sixteens_alone_where_pairs_are_uneven() -> None:
 def test_few_rows_fit_gpus_with_less_shared_memory(form: str, rows: int, capability: str, room: int) -> None:
     for (out, columns), gated in product([(4096, 4096), (28672, 4096), (4096, 14336)], (False, True)):
         variant = variant_of(shape_of(form, out, columns), rows, gated)
-        cut = fitted(variant.cut, variant.weight, variant.most_rows, room)
-        assert replace(variant, cut=cut).needed_bytes <= room, capability
-        assert cut.stages >= 2
-        assert fitted(variant.cut, variant.weight, variant.most_rows, SHARED_BYTES) == variant.cut
+        tiling = fitted(variant.tiling, variant.weight, variant.most_rows, room)
+        assert replace(variant, tiling=tiling).needed_bytes <= room, capability
+        assert tiling.stages >= 2
+        assert fitted(variant.tiling, variant.weight, variant.most_rows, SHARED_BYTES) == variant.tiling
 
 
 @pytest.mark.slow
@@ -152,7 +156,7 @@ def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture)
         variant = variant_of(weight_of(form, 256, 1024), rows, gated, heads)
         compiled = variant.source.compile("sm_90a", compiler)
         assert compiled.startswith(b"\x7fELF")
-        if variant.cut.splits:  # few_rows has one block on a multiprocessor
+        if variant.tiling.splits:  # few_rows has one block on a multiprocessor
             assert blocks_that_fit(compiled, variant.threads) >= int(variant.constants["RESIDENT"]), variant
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
 
@@ -168,33 +172,41 @@ def test_few_rows_compile_for_other_generations(arch: str) -> None:
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 FLOAT8_SHARED_BYTES, RESERVED, MULTIPROCESSOR_BYTES, MULTIPROCESSORS = 227 * 1024, 2048, 228 * 1024, 132
 """Of a block of threads, of what each has besides, and of an H200."""
-RULES = float8_cut, float8_cut_narrow
+RULES = float8_tiling, float8_tiling_narrow
 SHAPES = (28672, 4096), (4096, 14336), (6144, 4096), (5120, 5120), (1536, 768), (576, 7168), (64, 128)
 
 
-def float8_variant(blocks: bool, rows: int, shape: tuple[int, int], gated: bool, cut: CudaCutRule) -> Float8Variant:
+def float8_variant(blocks: bool, rows: int, shape: tuple[int, int], gated: bool, tiling: CudaTilingRule) -> Float8Variant:
     """As a launch makes it, with all that a product may have before and after it. shape: of the weight."""
     out, columns = shape[0] // (2 if gated else 1), shape[1]
     span, high = (128, 128) if blocks and columns > 128 else (columns, 1)
     weight = WeightBytes("fp8", columns, 0, columns // span, span, high, False, 128)
-    given = weight, torch.float32, False, cut(weight, rows, out, gated, MULTIPROCESSORS), max(8, most_rows_of(rows)), columns, out
+    given = (
+        weight,
+        torch.float32,
+        False,
+        tiling(weight, rows, out, gated, MULTIPROCESSORS),
+        max(8, most_rows_of(rows)),
+        columns,
+        out,
+    )
     activation = "silu" if gated else None
     return Float8Variant(BF16, *given, BF16 if gated else None, gated, activation, not gated, True, None, None)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 32, 33, 64, 65, 128, 130, 256])
-@pytest.mark.parametrize("cut", RULES)
-def test_cuts_fit_into_a_multiprocessor_and_share_the_work(cut: CudaCutRule, rows: int) -> None:
+@pytest.mark.parametrize("tiling", RULES)
+def test_cuts_fit_into_a_multiprocessor_and_share_the_work(tiling: CudaTilingRule, rows: int) -> None:
     for shape, gated, blocks in product(SHAPES, (False, True), (False, True)):
-        variant = float8_variant(blocks, rows, shape, gated, cut)
+        variant = float8_variant(blocks, rows, shape, gated, tiling)
         resident = int(variant.constants["RESIDENT"])
         assert variant.shared_bytes + RESERVED // 2 <= FLOAT8_SHARED_BYTES, variant
         assert resident * (variant.needed_bytes + RESERVED) <= MULTIPROCESSOR_BYTES, variant
-        assert variant.cut.stages >= 2
+        assert variant.tiling.stages >= 2
         assert variant.tile_rows <= 256, "a box of a tensor map has no more rows"
         clusters = -(-variant.out_features // variant.tile_rows) * -(-rows // variant.most_rows)
-        assert variant.cut.splits == 1 or clusters * variant.cut.splits <= resident * MULTIPROCESSORS
-        assert variant.cut.alone == (clusters * variant.cut.splits <= MULTIPROCESSORS) or rows in (65, 130), (
+        assert variant.tiling.splits == 1 or clusters * variant.tiling.splits <= resident * MULTIPROCESSORS
+        assert variant.tiling.alone == (clusters * variant.tiling.splits <= MULTIPROCESSORS) or rows in (65, 130), (
             "of whole powers of two"
         )
 
@@ -202,12 +214,12 @@ def test_cuts_fit_into_a_multiprocessor_and_share_the_work(cut: CudaCutRule, row
 def test_large_weights_keep_every_multiprocessor_copying() -> None:
     """In flight in each: more than the memory delivers within its latency of 1.2 us, 32 KB a microsecond."""
     for (shape, gated), rows in product(zip(SHAPES[:2], (True, False), strict=True), (16, 32, 64, 128)):
-        variant = float8_variant(False, rows, shape, gated, float8_cut)
-        blocks = -(-variant.out_features // variant.tile_rows) * variant.cut.splits
+        variant = float8_variant(False, rows, shape, gated, float8_tiling)
+        blocks = -(-variant.out_features // variant.tile_rows) * variant.tiling.splits
         each = min(int(variant.constants["RESIDENT"]), blocks / MULTIPROCESSORS)
         weight = variant.tile_rows * (2 if gated else 1) * 128
         assert blocks >= 0.8 * MULTIPROCESSORS
-        assert each * variant.cut.stages * weight >= 44 * 1024, (variant.cut, each)
+        assert each * variant.tiling.stages * weight >= 44 * 1024, (variant.tiling, each)
 
 
 @pytest.mark.slow
@@ -218,8 +230,8 @@ def test_float8_sources_compile(blocks: bool, rows: int, caplog: pytest.LogCaptu
     compiler, support = find_compiler()
     assert compiler is not None, str(support)
     caplog.set_level("INFO", "headway")
-    for gated, cut in ((True, float8_cut), (False, float8_cut_narrow)):
-        variant = float8_variant(blocks, rows, SHAPES[1], gated, cut)
+    for gated, tiling in ((True, float8_tiling), (False, float8_tiling_narrow)):
+        variant = float8_variant(blocks, rows, SHAPES[1], gated, tiling)
         compiled = variant.source.compile("sm_90a", compiler)
         assert blocks_that_fit(compiled, variant.threads) >= int(variant.constants["RESIDENT"]), variant
     assert "serialized" not in caplog.text, "each product would wait for the one before it"

@@ -13,7 +13,7 @@ from headway.kernels.linear.choice import spec_of
 from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.marlin import Cutlass
-from headway.kernels.linear.quantized import QuantizedCut, TritonKernel
+from headway.kernels.linear.quantized import QuantizedTiling, TritonKernel
 from headway.kernels.runtime import vllm_library
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.invariant import invariant_operations
@@ -54,19 +54,19 @@ def test_every_step_equals_the_plain_one(form: str, name: str, rows: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "cut",
+    "tiling",
     [
-        QuantizedCut(32, 8, 64, 4, 2, 2),
-        pytest.param(QuantizedCut(16, 16, 32, 2, 5, 3), marks=pytest.mark.slow),
-        QuantizedCut(64, 64, 64, 1, 3, 3),
+        QuantizedTiling(32, 8, 64, 4, 2, 2),
+        pytest.param(QuantizedTiling(16, 16, 32, 2, 5, 3), marks=pytest.mark.slow),
+        QuantizedTiling(64, 64, 64, 1, 3, 3),
     ],
     ids=str,
 )
-def test_any_cut_gives_the_product_and_rows_do_not_know_each_other(cut: QuantizedCut) -> None:
+def test_any_cut_gives_the_product_and_rows_do_not_know_each_other(tiling: QuantizedTiling) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = int4(torch.randn(72, 1408, generator=generator), 128, zeros=True)
     x = torch.randn(21, 1408, generator=generator).to(BF16)
-    kernel = TritonKernel(spec_of(weight, BF16, x.device), cut=lambda *_: cut)
+    kernel = TritonKernel(spec_of(weight, BF16, x.device), tiling=lambda *_: tiling)
     read = kernel.prepare(weight)
     y, expected = kernel.compute(x, read), x.double() @ weight.dequantized(torch.float64).t()
     assert (y - expected).norm() < 1e-2 * expected.norm()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 try:
-    from headway.kernels.linear.tile_kernels import ProductTiling, swapped_tiling, tiling
+    from headway.kernels.linear.tile_kernels import ProductTiling, swapped_tiling_for, tiling_for
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 
@@ -17,7 +17,7 @@ H200 = 132
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape", "cut"),
+    ("rows", "shape", "tiling"),
     [
         (17, (4096, 1024), ProductTiling(32, 1, 128, 5)),
         (64, (3072, 1024), ProductTiling(32, 1, 128, 5)),
@@ -30,20 +30,20 @@ H200 = 132
         (64, (4096, 1000), None),
     ],
 )
-def test_the_cuts_that_were_measured(rows: int, shape: tuple[int, int], cut: ProductTiling | None) -> None:
-    assert tiling(rows, *shape, H200) == cut
+def test_the_cuts_that_were_measured(rows: int, shape: tuple[int, int], tiling: ProductTiling | None) -> None:
+    assert tiling_for(rows, *shape, H200) == tiling
 
 
 @given(st.integers(1, 128), st.integers(1, 200), st.integers(1, 100), st.integers(1, 200))
 def test_tiles_cover_the_product_exactly(rows: int, n: int, k: int, multiprocessors: int) -> None:
-    cut = tiling(rows, 16 * n, 32 * k, multiprocessors)
-    if cut is not None:
-        assert 16 * n % cut.block_n == 0
-        assert 32 * k % (cut.splits * cut.block_k) == 0
+    tiling = tiling_for(rows, 16 * n, 32 * k, multiprocessors)
+    if tiling is not None:
+        assert 16 * n % tiling.block_n == 0
+        assert 32 * k % (tiling.splits * tiling.block_k) == 0
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape", "cut"),
+    ("rows", "shape", "tiling"),
     [
         (16, (5120, 2880), (3, 240)),
         (9, (2880, 4096), (4, 180)),
@@ -54,9 +54,9 @@ def test_tiles_cover_the_product_exactly(rows: int, n: int, k: int, multiprocess
         (16, (5120, 2890), None),
     ],
 )
-def test_tiles_of_the_weights_rows_fill_the_gpu(rows: int, shape: tuple[int, int], cut: tuple[int, int] | None) -> None:
-    found = swapped_tiling(rows, *shape, H200)
-    assert (found and (found.splits, shape[0] // found.block_n * found.splits)) == cut
+def test_tiles_of_the_weights_rows_fill_the_gpu(rows: int, shape: tuple[int, int], tiling: tuple[int, int] | None) -> None:
+    found = swapped_tiling_for(rows, *shape, H200)
+    assert (found and (found.splits, shape[0] // found.block_n * found.splits)) == tiling
 
 
 try:

@@ -27,13 +27,13 @@ from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import QuantizedWeight
 from headway.core.system.files import cache_folder
 from headway.kernels.experts.builtin import most_blocks
-from headway.kernels.experts.cuda_lots import LotsVariant, expert_lots_cut, lots_variant
-from headway.kernels.experts.cuda_rows import ExpertCutRule, ExpertVariant, expert_variant
+from headway.kernels.experts.cuda_grouped_gemm import GroupedVariant, expert_grouped_tiling, grouped_variant
+from headway.kernels.experts.cuda_rows import ExpertTilingRule, ExpertVariant, expert_variant
 from headway.kernels.experts.plain import Routed
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear import cuda_products
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, arranged
-from headway.kernels.linear.cuda_variant import CudaCutRule, CudaVariant, Float8Variant, most_rows_of
+from headway.kernels.linear.cuda_variant import CudaTilingRule, CudaVariant, Float8Variant, most_rows_of
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.step.config import Activation
@@ -124,7 +124,7 @@ class HostProduct:
 
     x: Tensor
     weight: QuantizedWeight
-    rule: CudaCutRule
+    rule: CudaTilingRule
     y: Tensor
     """Written, or added to."""
     norm: Norm | None = None
@@ -142,8 +142,16 @@ class HostProduct:
 
     def variant(self, of: type[CudaVariant], read: ArrangedWeight) -> CudaVariant:
         (rows, columns), out = self.x.shape, self.y.shape[1]
-        cut = self.rule(read.described, rows, out, self.gated, MULTIPROCESSORS)
-        shape = read.described, read.scales.dtype, read.wide, cut, max(most_rows_of(rows), 8 if cut.splits else 1), columns, out
+        tiling = self.rule(read.described, rows, out, self.gated, MULTIPROCESSORS)
+        shape = (
+            read.described,
+            read.scales.dtype,
+            read.wide,
+            tiling,
+            max(most_rows_of(rows), 8 if tiling.splits else 1),
+            columns,
+            out,
+        )
         before = None if self.norm is None else self.norm.weight.dtype
         turned = self.rotation
         heads = None if turned is None else turned.heads
@@ -165,7 +173,7 @@ def multiply(product: HostProduct) -> None:
     read, (rows, columns) = arranged(product.weight), product.x.shape
     variant = product.variant(CudaVariant, read)
     library, tiles, blocks, x = compiled(variant.source), -(-variant.out_features // variant.tile_rows), 1, product.x
-    if variant.cut.splits:
+    if variant.tiling.splits:
         blocks = -(-rows // variant.most_rows)
         x = torch.full((blocks * variant.most_rows * columns,), torch.nan, dtype=x.dtype)
         _launch_rows(library.arrange, [product.x, product.norm_weight, x], product)
@@ -235,15 +243,15 @@ def add_lots(
     lot: int,
     blocks: int,
     order: int,
-    rule: ExpertCutRule = expert_lots_cut,
+    rule: ExpertTilingRule = expert_grouped_tiling,
 ) -> None:
     """Run CudaLots with this many thread blocks. order: order in which their threads run; see host.h."""
     assert not isinstance(weights.gate_up, Tensor)
     assert not isinstance(weights.down, Tensor)
     up, down, (tokens, hidden) = arranged(weights.gate_up), arranged(weights.down), residual.shape
     biased, pairs = weights.gate_up_bias is not None, routed.experts.numel()
-    first = lots_variant(config, up, residual.dtype, lot, down.described, biased, MULTIPROCESSORS, rule)
-    second = lots_variant(config, down, residual.dtype, lot, None, biased, MULTIPROCESSORS, rule)
+    first = grouped_variant(config, up, residual.dtype, lot, down.described, biased, MULTIPROCESSORS, rule)
+    second = grouped_variant(config, down, residual.dtype, lot, None, biased, MULTIPROCESSORS, rule)
     rows = most_blocks(pairs, config.num_all, lot) * lot
     x, between = [residual.new_full((rows * each.row_columns,), torch.nan) for each in (first, second)]
     parts, table = torch.full((pairs, hidden), torch.nan), torch.full((first.table_words,), -1, dtype=torch.int32)
@@ -253,13 +261,13 @@ def add_lots(
     _launch_beside(second, [parts, table, routed.weights, residual], tokens)
 
 
-def _launch_beside(variant: LotsVariant, tensors: Sequence[Tensor], blocks: int) -> None:
+def _launch_beside(variant: GroupedVariant, tensors: Sequence[Tensor], blocks: int) -> None:
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in tensors]
     pointers += [ctypes.c_void_p(0)] * (5 - len(pointers))
     assert not compiled(variant.source).beside(*pointers, blocks, 0, *places(tensors)), SAID
 
 
-def _launch_lots(variant: LotsVariant, tensors: Tensors, table: Tensor, blocks: int, order: int) -> None:
+def _launch_lots(variant: GroupedVariant, tensors: Tensors, table: Tensor, blocks: int, order: int) -> None:
     sizes = len(table), blocks, variant.threads, variant.shared_bytes, order
     where = ctypes.c_void_p(table.data_ptr())
     assert not compiled(variant.source).run(_pointers(tensors), where, *sizes, *places([*tensors, table])), SAID

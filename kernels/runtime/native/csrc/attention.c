@@ -1,4 +1,4 @@
-// Attention of single tokens over a paged cache: softmax online over tiles of keys, long contexts cut into parts that are merged.
+// Decode attention over a paged KV cache on a CPU: online softmax over tiles of keys, with split-KV for long contexts.
 #include <omp.h>
 #include <stdlib.h>
 #include "vectors.h"
@@ -8,17 +8,17 @@
 
 typedef struct {
     void *key, *value;
-    int64_t key_block, key_slot, key_head, value_block, value_slot, value_head; // strides in elements; those of dim are 1
+    int64_t key_block, key_slot, key_head, value_block, value_slot, value_head; // strides in elements; dim has stride 1
     int64_t block_size;
 } Cache;
 
-// What all layers of a kind share in a step.
+// Parameters that all layers of a kind share in a step.
 typedef struct {
-    const int32_t *lens, *sequences; // of each token: keys it sees, and its row of the table
-    const int32_t *table; // rows table_row apart
-    const int64_t *slots; // where each token's k and v go; -1: nowhere
+    const int32_t *lens, *sequences; // for each token: number of keys it sees, and its row of the table
+    const int32_t *table; // row stride table_row
+    const int64_t *slots; // slot for each token's k and v; -1 means not stored
     int64_t table_row, tokens, num_heads, num_kv_heads, dim, value_dim;
-    int64_t window; // 0: none
+    int64_t window; // 0 means no window
     float scale;
     int32_t type;
 } Step;
@@ -26,8 +26,8 @@ typedef struct {
 typedef struct {
     const Step *step;
     const Cache *cache;
-    const void *q; // [tokens, num_heads, dim], rows q_row apart
-    const void *k, *v; // [tokens, num_kv_heads, dim or value_dim], written to the slots first; NULL: the cache has them
+    const void *q; // [tokens, num_heads, dim], row stride q_row
+    const void *k, *v; // [tokens, num_kv_heads, dim or value_dim], stored to the slots first; NULL if the cache has them
     void *out; // [tokens, num_heads, value_dim], contiguous
     int64_t q_row, k_row, v_row;
 } Decode;
@@ -37,7 +37,7 @@ typedef struct { float most, total; } Softmax;
 static __thread float *partial;
 static __thread size_t partial_size;
 
-// Rows of a tile as floats: where they lie, or, of half precision, in `room`.
+// Return a row as float32: in place, or converted from half precision into `room`.
 INLINE const float *row_of(const void *base, long at, int type, long dim, float *room) {
     if (type == FLOAT32) return (const float *)base + at;
     for (long i = 0; i < dim; i += WIDTH) store(room + i, load_any(base, type, at + i));
@@ -70,7 +70,7 @@ INLINE void tile_values(int N, long dim, const float *weights, const float *cons
     }
 }
 
-// One head's softmax taken on by a tile. sums: [value_dim].
+// Update one head's softmax and sums with a tile. sums: [value_dim].
 INLINE void take_tile(const Step *s, const float *q, const float *const *keys, const float *const *values, int count, Softmax *softmax,
                       float *sums) {
     float scores[TILE];
@@ -94,7 +94,7 @@ INLINE void take_tile(const Step *s, const float *q, const float *const *keys, c
     else tile_values(0, s->value_dim, scores, values, count, shrink, sums);
 }
 
-// The heads of a key-value head over keys from `first` up to `last`. sums: [group, value_dim]; softmax: [group].
+// Attend the heads of a KV head to keys from `first` up to `last`. sums: [group, value_dim]; softmax: [group].
 static void attend(const Decode *d, long token, long kv_head, long first, long last, Softmax *softmax, float *sums) {
     const Step *s = d->step;
     const Cache *c = d->cache;
@@ -127,7 +127,7 @@ INLINE void write_out(const Decode *d, long token, long head, const float *sums,
         store_any(d->out, s->type, (token * s->num_heads + head) * s->value_dim + i, load(sums + i) * splat(factor));
 }
 
-// Merge the parts of all heads of one key-value head. parts: [count][group] of a softmax and sums.
+// Merge the splits of all heads of one KV head. parts: [count][group] of a softmax and sums.
 static void merge(const Decode *d, long token, long kv_head, long count, const float *parts, long stride) {
     const Step *s = d->step;
     long group = s->num_heads / s->num_kv_heads;
@@ -148,9 +148,9 @@ static void merge(const Decode *d, long token, long kv_head, long count, const f
     }
 }
 
-#define LEAST_PART 128 // keys, below which a part costs more than it saves
+#define LEAST_PART 128 // keys per split, below which a split costs more than it saves
 
-// 1: no memory.
+// Returns 1 if memory is exhausted.
 int headway_decode(const Decode *d) {
     const Step *s = d->step;
     const Cache *c = d->cache;

@@ -1,8 +1,8 @@
-// Products over weights of codes: sums of whole numbers where the CPU multiplies and adds several at once, else of floats.
+// GEMM over quantized weights on a CPU: integer sums if the CPU has instructions that multiply and add several at once, else float sums.
 //
-// A CPU with AVX-512's VNNI does that to 32 numbers of 16 bits in one instruction, to 64 of 8 bits. For that x is rounded to 16 bits, off by
-// some 2e-5, or to 8 (X_BITS; 0: floats on any CPU), in groups of 32 columns, each by its largest element's distance from 0 over the largest
-// whole number, as llama.cpp rounds it to 8 (Q8_0 of ggml-quants.c). The whole numbers' sums are exact, all else is in float32.
+// A CPU with AVX-512 VNNI handles 32 16-bit or 64 8-bit numbers per instruction. For that, x is rounded to 16 bits (error about 2e-5) or
+// to 8 bits (X_BITS; 0 means floats on any CPU), in groups of 32 columns, scaled by the largest magnitude, as llama.cpp rounds to 8 bits
+// (Q8_0 in ggml-quants.c). Integer sums are exact; everything else is in float32.
 #pragma once
 #include "panels.h"
 
@@ -14,11 +14,11 @@
 #define X_BITS 0
 #endif
 #define ROUNDED 32 // columns of x that are rounded together
-#define SUMMED 32 // columns of x whose sum lies behind the columns: where weights have an m, it holds for so many
+#define SUMMED 32 // columns of x per sum; the sums follow the columns. With a minimum m, weights have one m per group of this many columns
 #define SUPERBLOCK 256 // columns
-#define MOST_CODED 8 // rows up to which codes are turned into numbers on the way; above, once into a panel of floats
+#define MOST_CODED 8 // rows up to which values are dequantized on the fly; above, a packed block is dequantized once to floats
 
-// d and m of a group, for a register of outputs from `at` on. scales: the panel's numbers of the group; supers: of its superblock.
+// Load d and m of a group, for a register of outputs from `at` on. scales: the block's numbers for the group; supers: for its superblock.
 INLINE void group_scale(int scheme, const uint8_t *scales, const uint16_t *supers, int at, vf *d, vf *m) {
     *m = (vf){};
     if (scheme == SCALE_D) {
@@ -34,16 +34,16 @@ INLINE void group_scale(int scheme, const uint8_t *scales, const uint16_t *super
     }
 }
 
-// Bytes of a group's numbers.
+// Return the bytes of a group's numbers.
 INLINE long group_bytes(int scheme) {
     return scheme == SCALE_D ? 2 * LANES : scheme == SCALE_DM ? 4 * LANES : scheme == SCALE_SUPER ? LANES : 2 * LANES;
 }
 
 #if X_BITS
 #define X_MOST ((1 << (X_BITS - 1)) - 1)
-#define QUAD (X_BITS / 8) // words of four columns of x
-// A group of columns of a block of M rows, as the kernels read it: for each row the step, the step times the sum of the codes, -128 times
-// that sum (weights are read with 128 added), and the same of each half; then the codes, four columns of each row after another: as
+#define QUAD (X_BITS / 8) // words per four columns of x
+// A group of columns of M rows of x, as the kernels read it. For each row: the step, the step times the sum of the rounded values, -128
+// times that sum (weights have 128 added), and -128 times the sums of each half. Then the values, four columns of each row in turn: as
 // bytes, or in 16 bits the first and third of each row, then the second and fourth.
 typedef struct { const float *step, *total; const int32_t *offset; const uint32_t *codes; __m512i table; } RoundedGroup;
 #define ROUNDED_BYTES(M) ((long)(5 + ROUNDED / 4 * QUAD) * (M) * 4)
@@ -58,7 +58,8 @@ INLINE RoundedGroup rounded_group(const void *packed, long number, int M) {
 INLINE void round_group(vf low, vf high, int row, int M, void *packed, long number) {
     RoundedGroup group = rounded_group(packed, number, M);
     __m512i sign = _mm512_set1_epi32(0x7fffffff);
-    // As integers, so that a NaN is the largest and stays. (A group so small that the factor might be infinite is one of zeros.)
+    // As integers, so that a NaN is the largest and is kept. (In a group so small that the factor could be infinite, all values become
+    // zero.)
     __m512i most = _mm512_max_epi32(_mm512_and_si512((__m512i)low, sign), _mm512_and_si512((__m512i)high, sign));
     float largest = bits_float((uint32_t)_mm512_reduce_max_epi32(most));
     vf factor = splat(largest > 1e-30f ? X_MOST / largest : 0.0f);
@@ -83,7 +84,7 @@ INLINE void round_group(vf low, vf high, int row, int M, void *packed, long numb
     for (int i = 0; i < ROUNDED / 4 * QUAD; i++) ((uint32_t *)group.codes)[i * M + row] = words[i];
 }
 
-// sum and the products of four columns: w of 16 outputs, x of a row, whose words are M apart.
+// Return sum plus the products of four columns. w: 16 outputs; x: a row, whose words are M apart.
 INLINE __m512i add_quad(__m512i sum, __m512i w, const uint32_t *x, int M) {
 #if X_BITS == 8
     (void)M;
@@ -94,10 +95,10 @@ INLINE __m512i add_quad(__m512i sum, __m512i w, const uint32_t *x, int M) {
 #endif
 }
 
-// Where P panels are read.
+// Addresses at which P packed blocks are read.
 typedef struct { const uint8_t *codes[MOST_PANELS], *scales[MOST_PANELS]; const uint16_t *supers[MOST_PANELS]; } Places;
 
-// Sums over N columns (16 or 32) under one scale: those of a group of x from quarter `from` on.
+// Add sums over N columns (16 or 32) under one scale, from quarter `from` of a group of x on.
 INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const Places *at, const RoundedGroup *x, long next, vf *sums) {
     __m512i codes[MOST_ROWS * MOST_PANELS], low = _mm512_set1_epi8(15), table = x->table;
     int quads = four ? 2 : 1, has_m = scheme == SCALE_DM || scheme == SCALE_SUPER_DM, numbers = four && has_m;
@@ -130,7 +131,7 @@ INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const
     }
 }
 
-// Groups of N columns of one scheme, by the panels' superblocks, whose scales stand still.
+// Multiply groups of N columns of one scheme.
 INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed,
                          vf *out) {
     vf sums[MOST_ROWS * MOST_PANELS];
@@ -163,7 +164,7 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
     UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
 }
 #else
-#define CODES_UNIT 0x1p-24f // what a code's number is to be multiplied by (a group's sums have room for numbers of x up to 1e29)
+#define CODES_UNIT 0x1p-24f // factor of a value (a group's sums have room for x up to 1e29)
 
 INLINE Table code_table(const Weight *weight) {
     float entries[16] = {0};
@@ -171,13 +172,13 @@ INLINE Table code_table(const Weight *weight) {
     return table_of(entries);
 }
 
-// Four columns of codes of a register's outputs as numbers times 2^24: of 8 bits, or of eight of 4 bits (the low halves come first).
+// Unpack four columns for a register's outputs, as numbers times 2^24: of 8-bit values, or of eight 4-bit values (low halves first).
 INLINE void four_columns(int four, int high, Table table, vu held, vf *out) {
     if (four) look_up(table, held, high, out);
     else UNROLL for (int i = 0; i < 4; i++) out[i] = to_floats(byte_on_top(held ^ 0x80808080u, i));
 }
 
-// Where the scales of a group are. (M rows of sums over one group are scaled at once, so that a code costs no more than its conversion.)
+// Return the address of a group's scales. (M rows of sums over one group are scaled at once, so that a value costs only its conversion.)
 INLINE const uint8_t *scales_at(const Weight *weight, int scheme, int N, long panel, long column) {
     return weight->scales + panel * weight->scale_bytes + column / N * group_bytes(scheme);
 }
@@ -187,7 +188,7 @@ INLINE const uint16_t *supers_at(const Weight *weight, int scheme, long panel, l
     return supers + column / SUPERBLOCK * (scheme == SCALE_SUPER ? LANES : 2 * LANES);
 }
 
-// w: four columns of a register's outputs; x: [4][M]; sums: of M rows, V apart.
+// w: four columns for a register's outputs; x: [4][M]; sums: M rows, V apart.
 INLINE void add_four(const vf *w, int M, int V, const float *x, vf *sums) {
     UNROLL for (int i = 0; i < 4; i++) UNROLL for (int r = 0; r < M; r++) sums[r * V] += w[i] * splat(x[i * M + r]);
 }
@@ -198,7 +199,7 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
     const float *totals = x + weight->k * M;
     Table table = code_table(weight);
     begin_sums(M * P * PARTS, k0, out, sums);
-    long bytes = four ? 8 : 16; // of a column
+    long bytes = four ? 8 : 16; // bytes per column
     for (long column = k0; column < k1; column += N) {
         vf group[MOST_SUMS];
         UNROLL for (int i = 0; i < M * P * PARTS; i++) group[i] = (vf){};
@@ -227,12 +228,12 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
     UNROLL for (int i = 0; i < M * P * PARTS; i++) out[i] = sums[i];
 }
 
-// Room for the panels that are turned into floats; 0: none are.
+// Return the floats needed for dequantized blocks; 0 means that none are dequantized.
 INLINE size_t expanded_floats(const Weight *weight, long rows) {
     return is_coded(weight) && rows > MOST_CODED ? (size_t)2 * MOST_PANELS * weight->k * LANES : 0;
 }
 
-// A panel of codes as one of floats, [k][16].
+// Dequantize a packed block to floats [k][16].
 INLINE void expand_groups(int four, int N, int scheme, const Weight *weight, long panel, float *out) {
     Table table = code_table(weight);
     const uint8_t *bytes = weight->panels + panel * weight->panel_bytes;
@@ -257,7 +258,7 @@ INLINE void expand_groups(int four, int N, int scheme, const Weight *weight, lon
 }
 #endif
 
-// The schemes that .gguf files have: codes of 4 bits in groups of 32 columns, of 8 bits also of 16 (Q6_K).
+// Schemes in .gguf files: 4-bit values in groups of 32 columns, 8-bit values also in groups of 16 (Q6_K).
 #define BY_SCHEME(DO, FOUR, ...)                                                       \
     if (weight->scale == SCALE_D) DO(FOUR, 32, SCALE_D, __VA_ARGS__);                  \
     else if (weight->scale == SCALE_DM) DO(FOUR, 32, SCALE_DM, __VA_ARGS__);           \

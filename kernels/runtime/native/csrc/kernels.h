@@ -1,8 +1,8 @@
-// The kernels for numbers of rows and panels, and the choice among them.
+// GEMM kernels by number of rows and packed blocks, and the choice among them.
 #pragma once
 #include "codes.h"
 
-// Codes have two registers for each row and panel where x is rounded.
+// With rounded x, quantized weights need two registers for each row and block.
 #define TAKES_CODES(M, P) (X_BITS ? (M) * (P) <= 12 : (M) <= MOST_CODED)
 #define FORMS(M, P)                                                                                          \
     switch (weight->form) {                                                                                  \
@@ -41,11 +41,11 @@ static const Kernel KERNELS[] = {
 };
 #define COUNT(KERNELS) ((int)(sizeof(KERNELS) / sizeof(KERNELS[0])))
 
-// So many sums alone leave the CPU waiting for each one's last addition, of floats or of whole numbers.
+// With only this many sums, the CPU waits for the latency of each addition (float or integer).
 enum { FLOAT_SUMS = 8, WHOLE_SUMS = 4 };
 
-// The kernel for so many rows: the smallest that takes them at once; of more, the one that leaves the fewest rows of zeros and has more
-// than `few` sums.
+// Return the kernel for a number of rows: the smallest that handles them at once. For more rows, the kernel with the fewest padding rows
+// among those with more than `few` sums.
 static const Kernel *best_of(const Kernel *kernels, int count, long rows, int few) {
     const Kernel *best = kernels + count - 1;
     if (rows <= best->rows) {
@@ -74,7 +74,7 @@ static const Kernel *kernel_for(const Weight *weight, long rows) {
 #endif
     int count = COUNT(KERNELS);
 #if WIDTH == 8
-    // Where weights are converted on the way, 16 registers do not hold the sums of 6 rows too.
+    // If weights are converted on the fly, 16 registers do not suffice for the sums of 6 rows.
     if (weight->form != PANEL_FLOAT32 && !expanded_floats(weight, rows)) count--;
 #endif
     return best_of(KERNELS, count, rows, FLOAT_SUMS);

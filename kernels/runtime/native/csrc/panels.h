@@ -1,27 +1,28 @@
-// Products of a few rows over weights in panels: 16 outputs side by side, column after column, so that a panel is one stream.
+// GEMM of a few rows over weights in packed blocks ("panels"): 16 outputs side by side, column after column, so that a block is one
+// stream.
 //
-// Kernels take columns k0 up to k1 (0: sums begin there; else they go on from `out`), M rows of x, packed column after column (M numbers
-// of a column, then the next), and P panels; M and P are constants, and the sums, [M][P][PARTS] registers, stay in registers. The order of
-// each sum is that of the columns, whatever M and P are.
+// Kernels process columns k0 up to k1 (0 starts the sums; else they continue from `out`), M rows of x, packed column by column (M numbers
+// per column), and P packed blocks. M and P are constants, so the sums, [M][P][PARTS] registers, stay in registers. The order of each sum
+// is that of the columns, whatever M and P are.
 #pragma once
 #include "vectors.h"
 
-// float32: float [k][16]. half: float16 [k][16]. pairs: bfloat16 [k / 2][16][2]. codes4: bytes [k / 8][16][4], the first four of 8
-// columns in their low halves. codes8: bytes [k / 4][16][4], each code with 128 added.
+// float32: float [k][16]. half: float16 [k][16]. pairs: bfloat16 [k / 2][16][2]. codes4: bytes [k / 8][16][4], with the first four of 8
+// columns in the low halves. codes8: bytes [k / 4][16][4], each value with 128 added.
 enum { PANEL_FLOAT32, PANEL_HALF, PANEL_PAIRS, PANEL_CODES4, PANEL_CODES8 };
-// Scales of groups of columns, 16 numbers a panel and group: float16 d; d and m; int8 s by float16 d of a superblock; uint8 s and m by
-// d and m of a superblock. A weight is what its code stands for * d + m; codes of 4 bits with an m stand for themselves.
+// Scales of groups of columns, 16 numbers per block and group: float16 d; d and m; int8 s times float16 d of a superblock; uint8 s and m,
+// times d and m of a superblock. A weight is its integer * d + m; 4-bit values with an m are used without a table.
 enum { SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM };
 
 typedef struct Weight {
-    const struct Weight *next; // outputs behind these, in another form; NULL: none
+    const struct Weight *next; // following outputs in another format; NULL means none
     const uint8_t *panels;
-    const uint8_t *scales; // of groups
-    const uint16_t *supers; // of superblocks
+    const uint8_t *scales; // scales of groups
+    const uint16_t *supers; // scales of superblocks
     const float *bias;
-    const uint8_t *table; // what 16 codes of 4 bits stand for, with 128 added
+    const uint8_t *table; // integers of the 16 4-bit values, with 128 added
     int64_t n, k;
-    int64_t panel_bytes, scale_bytes, super_bytes; // of one panel
+    int64_t panel_bytes, scale_bytes, super_bytes; // bytes per packed block
     int32_t form, scale, group, superblock; // columns
 } Weight;
 
@@ -35,22 +36,22 @@ INLINE int is_coded(const Weight *weight) { return weight->form == PANEL_CODES4 
 #else
 #define MOST_ROWS 4
 #endif
-#define MOST_PARTS (MOST_PANELS * PARTS) // registers of a column
+#define MOST_PARTS (MOST_PANELS * PARTS) // registers per column
 #define MOST_SUMS (MOST_ROWS * MOST_PARTS)
 
 #define UNROLL _Pragma("GCC unroll 16")
 #if WIDTH == 16
 #define UNROLL_COLUMNS
 #else
-#define UNROLL_COLUMNS _Pragma("GCC unroll 4") // of few additions each
+#define UNROLL_COLUMNS _Pragma("GCC unroll 4") // few additions per column
 #endif
 
-// Bytes from what is read to what is fetched meanwhile: the same place of the next P panels, or nearer where these are long. Sums of
-// several rows fill the CPU's window, so that its own reads do not run far enough ahead.
+// Return the prefetch distance in bytes: the same position in the next P blocks, or less if these are long. Sums of several rows fill the
+// CPU's reorder window, so that its own loads do not run far enough ahead.
 INLINE long ahead(int P, const Weight *weight) { long next = P * weight->panel_bytes; return next < 65536 ? next : 65536; }
 INLINE void fetch(int M, const void *p) { if (M >= 2) __builtin_prefetch(p, 0, 2); }
 
-// For P panels: `v` counts their registers, of which `at` is the first output's place in panel `p`.
+// Loop over P blocks: `v` counts their registers, and `at` is the register's first output in block `p`.
 #define EACH_PART(P) UNROLL for (int p = 0; p < (P); p++) UNROLL for (int h = 0, v = p * PARTS, at = 0; h < PARTS; h++, v++, at += WIDTH)
 
 // sums: [M][V]; w: V registers of one column; x: its M rows.
@@ -89,7 +90,7 @@ INLINE void half_panels(int M, int P, const Weight *weight, long first, long k0,
     UNROLL for (int i = 0; i < M * P * PARTS; i++) out[i] = sums[i];
 }
 
-// x: pairs of bfloat16 as uint32 where the CPU multiplies those, floats elsewhere.
+// x: pairs of bfloat16 as uint32 if the CPU multiplies those, else floats.
 INLINE void pair_panels(int M, int P, const Weight *weight, long first, long k0, long k1, const void *x, vf *out) {
     vf sums[MOST_SUMS];
     begin_sums(M * P * PARTS, k0, out, sums);

@@ -1,4 +1,4 @@
-// The steps of a decoder between its attentions, each in one parallel region: norm, product, and what follows the product.
+// Operations of a decoder step between attentions, one parallel region each: norm, GEMM, and fused operations after it.
 #include <omp.h>
 #include <stdlib.h>
 #include "kernels.h"
@@ -7,27 +7,27 @@ enum { NO_ACTIVATION, SILU, GELU_TANH, RELU, RELU2 };
 enum { STORE, ADD, GATED };
 
 typedef struct {
-    const float *weight; // times sqrt(size); NULL: no norm
+    const float *weight; // times sqrt(size); NULL means no norm
     double least; // size * eps: x * weight / sqrt(|x|^2 + least)
 } Norm;
 
-// out = activation(norm(x) W^T + b), out += that, or activation of the first half of its columns times the second. With a head_dim the
-// columns are those of q, k and v, and the heads of q and k are normed and rotated.
+// out = activation(norm(x) W^T + b), or added to out, or the activation of the first half of its columns times the second. With a
+// head_dim, the columns are those of q, k and v, and the heads of q and k are normed and rotated (RoPE).
 typedef struct {
     const Weight *weight;
-    const void *x; // [rows, k], rows ldx apart
-    void *out; // [rows, n or n / 2], rows ldo apart
-    const void *cos, *sin; // [rows, head_dim] in the type of x; NULL: no rotation
+    const void *x; // [rows, k], row stride ldx
+    void *out; // [rows, n or n / 2], row stride ldo
+    const void *cos, *sin; // [rows, head_dim] in the type of x; NULL means no RoPE
     int64_t rows, ldx, ldo;
-    int64_t head_dim, q_heads, heads; // heads: those of q and k
-    Norm norm, q_norm, k_norm; // the last two over each head
+    int64_t head_dim, q_heads, heads; // heads: heads of q and k
+    Norm norm, q_norm, k_norm; // q_norm, k_norm: over each head
     int32_t type, mode, activation;
 } Product;
 
 static __thread uint8_t *scratch;
 static __thread size_t scratch_size;
 
-// Memory of the calling thread, that stays for its next call.
+// Return memory of the calling thread that is kept for its next call.
 static uint8_t *room(size_t bytes) {
     if (bytes > scratch_size) {
         free(scratch);
@@ -46,8 +46,8 @@ INLINE float norm_factor(const void *x, int type, long at, long size, float leas
     return 1.0f / sqrtf(total + least);
 }
 
-// How a product reads x: one column after the other (behind them, for codes, the sums of groups of columns), two of bfloat16, or groups of
-// columns rounded to whole numbers.
+// Layouts of packed x: column by column (for quantized weights, followed by sums of groups of columns), pairs of bfloat16 columns, or
+// groups of columns rounded to integers.
 enum { IN_FLOATS, IN_SUMMED_FLOATS, IN_PAIRS, IN_GROUPS };
 INLINE int packing_for(const Weight *w) {
     if (is_coded(w)) return X_BITS ? IN_GROUPS : IN_SUMMED_FLOATS;
@@ -57,7 +57,7 @@ INLINE int packing_for(const Weight *w) {
     return IN_FLOATS;
 }
 
-// Bytes of a block of M rows.
+// Return the bytes of a block of M rows.
 INLINE long packed_bytes(int packing, int M, long k) {
 #if X_BITS
     if (packing == IN_GROUPS) return k / ROUNDED * ROUNDED_BYTES(M);
@@ -66,7 +66,7 @@ INLINE long packed_bytes(int packing, int M, long k) {
     return k * M * (packing == IN_PAIRS ? 2 : 4) + totals;
 }
 
-// A register's columns of a row, normed with a factor; of the last ones n.
+// Return a register's columns of a row, normed with a factor. n: number of valid columns.
 INLINE vf normed(const void *x, int type, long at, long column, int n, Norm norm, float factor) {
     vf v = {};
     if (n == WIDTH) {
@@ -77,7 +77,7 @@ INLINE vf normed(const void *x, int type, long at, long column, int n, Norm norm
     return v;
 }
 
-// Columns k0 up to k1 of a block of M rows of x, normed and packed; zeros where x has no such row.
+// Norm and pack columns k0 up to k1 of a block of M rows of x; zeros for missing rows.
 static void pack_block(const Product *p, long block, long k0, long k1, int packing, int M, uint8_t *packed) {
     const void *x = p->x;
     long ldx = p->ldx, rows = p->rows, k = p->weight->k;
@@ -130,7 +130,7 @@ INLINE vf activated(vf x, int activation) {
     return x;
 }
 
-// Sums of a register of outputs, from `column` on, to the result. part: M sums, `apart` from one another.
+// Finish sums of a register of outputs from `column` on, and store them. part: M sums, `apart` from one another.
 INLINE void finish(const Product *p, long column, long row, int M, const vf *part, const vf *gate, int apart) {
     const Weight *w = p->weight;
     long half = w->n / 2, limit = p->mode == GATED ? half : w->n;
@@ -155,12 +155,12 @@ INLINE void finish(const Product *p, long column, long row, int M, const vf *par
     }
 }
 
-#define HELD_BLOCKS 8 // of rows, whose sums wait while the columns are gone through
-#define PACKED_ALONE 4 // rows that each thread packs for itself
+#define HELD_BLOCKS 8 // blocks of rows whose sums are held during the loop over columns
+#define PACKED_ALONE 4 // rows up to which each thread packs x by itself
 #define PIECE 64      // columns that one thread packs
-#define CHUNK 256     // columns of a panel that several blocks of rows read while it is near
+#define CHUNK 256     // columns of a packed block that several blocks of rows read while it is cached
 
-// Panels from `first` up to `last`, for all rows. floats: room for 2 * MOST_PANELS panels of floats.
+// Multiply packed blocks from `first` up to `last`, for all rows. floats: room for 2 * MOST_PANELS dequantized blocks.
 static void multiply(const Product *p, const Kernel *kernel, const uint8_t *packed, long first, long last, float *floats) {
     const Weight *w = p->weight;
     int M = kernel->rows;
@@ -207,7 +207,7 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
     }
 }
 
-// Norm and rotation of a head in place.
+// Norm and rotate a head in place (RoPE).
 static void turn_head(const Product *p, long row, long head) {
     void *out = p->out;
     int type = p->type;
@@ -241,7 +241,7 @@ static void turn_head(const Product *p, long row, long head) {
     }
 }
 
-// 1: no memory.
+// Returns 1 if memory is exhausted.
 int headway_product(const Product *p) {
     const Weight *w = p->weight;
     const Kernel *kernel = kernel_for(w, p->rows);
@@ -256,9 +256,9 @@ int headway_product(const Product *p) {
 #pragma omp parallel num_threads(threads)
     {
         long me = omp_get_thread_num(), all = omp_get_num_threads();
-        int alone = p->rows <= PACKED_ALONE; // sooner than waiting for the others
+        int alone = p->rows <= PACKED_ALONE; // faster than waiting for the others
         uint8_t *mine = memory + (alone ? me * packed_size : 0);
-        // Pieces of columns, so that no two threads write into one line of the cache.
+        // Chunks of columns, so that no two threads write to one cache line.
         long pieces = (w->k + PIECE - 1) / PIECE, total = held / M * pieces, last = alone ? total : total * (me + 1) / all;
         for (long piece = alone ? 0 : total * me / all; piece < last;) {
             long block = piece / pieces, end = (block + 1) * pieces < last ? (block + 1) * pieces : last;
@@ -290,14 +290,14 @@ int headway_product(const Product *p) {
 }
 
 typedef struct {
-    const void *x; // [rows, size], rows ldx apart
+    const void *x; // [rows, size], row stride ldx
     void *out; // contiguous
     int64_t rows, ldx, size;
     Norm norm;
     int32_t type;
 } NormRows;
 
-// RMSNorm of rows.
+// Return RMSNorm of rows.
 int headway_norm(const NormRows *n) {
     const float *weight = n->norm.weight;
     long size = n->size, type = n->type;
@@ -317,7 +317,7 @@ int headway_decode(const void *decode);
 typedef struct { int64_t kind; const void *of; } Call;
 enum { CALL_PRODUCT, CALL_NORM, CALL_DECODE };
 
-// Calls one after the other. 1: no memory.
+// Make calls one after the other. Returns 1 if memory is exhausted.
 int headway_repeat(const Call *calls, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const void *of = calls[i].of;
@@ -327,5 +327,5 @@ int headway_repeat(const Call *calls, int64_t count) {
     return 0;
 }
 
-// Bits to which products over codes round x; 0: they round nothing.
+// Return the bits to which GEMMs over quantized weights round x; 0 means no rounding.
 int headway_x_bits(void) { return X_BITS; }

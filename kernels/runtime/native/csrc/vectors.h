@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the CPU's registers, in the compiler's own terms; intrinsics where those terms have no word.
+// Vectors of floats as wide as the CPU's registers, by compiler extensions; intrinsics for everything else.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -7,8 +7,8 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16 // outputs of a panel
-// Lanes of a register. (gcc keeps vectors wider than that in memory: products on a CPU with AVX2 took 20 times as long.)
+#define LANES 16 // outputs of a packed block
+// Lanes of a register. (gcc keeps wider vectors in memory: GEMMs on a CPU with AVX2 took 20 times as long.)
 #if defined(__AVX512F__)
 #define WIDTH 16
 #elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
@@ -16,7 +16,7 @@
 #else
 #define WIDTH 4
 #endif
-#define PARTS (LANES / WIDTH) // registers of a panel's outputs
+#define PARTS (LANES / WIDTH) // registers for a packed block's outputs
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * WIDTH), aligned(4)));
@@ -27,7 +27,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * WIDTH), aligned(2)));
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-// (0 + x would be an addition.)
+// (0 + x would cost an addition.)
 #if WIDTH == 16
 INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 #elif WIDTH == 8
@@ -62,7 +62,7 @@ INLINE uint16_t float_half(float x) {
 #endif
 }
 
-// (By __builtin_convertvector gcc 12 takes bytes one at a time.)
+// (With __builtin_convertvector, gcc 12 converts bytes one at a time.)
 #if WIDTH == 16
 INLINE vu load_u16(const uint16_t *p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE vf load_half(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
@@ -88,7 +88,7 @@ INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
 #endif
 INLINE vf load_bf16(const uint16_t *p) { return (vf)(load_u16(p) << 16); }
 
-// Byte `at` of each lane as its highest one, above zeros.
+// Return byte `at` of each lane as its highest byte, above zeros.
 INLINE vi byte_on_top(vu x, int at) {
     if (at == 3) return (vi)(x & 0xff000000u);
 #if WIDTH == 16 && defined(__AVX512BW__)
@@ -102,7 +102,7 @@ INLINE vi byte_on_top(vu x, int at) {
 #endif
 }
 
-// What four columns' codes of 4 bits stand for, times 2^24: entries of a table of 16 by the low halves of each lane's bytes, or the high ones.
+// Look up four columns of 4-bit values, times 2^24, in a table of 16 entries, by the low or high halves of each lane's bytes.
 #if WIDTH == 16
 typedef vf Table;
 INLINE Table table_of(const float *entries) { return load(entries) * splat(0x1p24f); }
@@ -147,10 +147,10 @@ INLINE float sum(vf x) {
 INLINE vf where(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vf larger(vf x, vf y) { return where(x > y, x, y); }
 
-// exp to 2 units in the last place: a polynomial on [-ln 2 / 2, ln 2 / 2], times a power of two (Cephes, S. Moshier). A NaN stays.
+// exp to 2 units in the last place: a polynomial on [-ln 2 / 2, ln 2 / 2], times a power of two (Cephes, S. Moshier). Keeps a NaN.
 INLINE vf exponential(vf x) {
     vf held = where(x > splat(88.0f), splat(88.0f), where(x < splat(-87.0f), splat(-87.0f), x));
-    vf shifted = held * splat(1.44269504088896341f) + splat(12582912.0f); // 1.5 * 2^23: the integer lies in the low bits
+    vf shifted = held * splat(1.44269504088896341f) + splat(12582912.0f); // 1.5 * 2^23: the integer is in the low bits
     vi power = (vi)shifted - (vi)splat(12582912.0f);
     vf n = shifted - splat(12582912.0f);
     vf r = held - n * splat(0.693359375f) + n * splat(2.12194440e-4f);

@@ -1,6 +1,7 @@
-"""Experts of several tokens over quantised weights by wgmma (compute capability 9.0): variants and launches of expert_lots.cu.
+"""Grouped GEMM in CUDA C++ (expert_lots.cu) over tiles of one expert's rows, for quantized weights on Hopper (wgmma).
 
-Warps lie side by side along the rows of a weight and share the rows of x, of which they can take more than those of cuda_rows.py.
+The kernels are named cuda.lots8 to cuda.lots64. Warps split the weight's rows and share the tile's rows of x, of which they can
+handle more than cuda_rows.py.
 """
 
 from __future__ import annotations
@@ -14,72 +15,73 @@ from torch import Tensor
 
 from headway.core.contract.experts import ExpertsConfig, ExpertsSpec, ExpertsWeights
 from headway.core.contract.support import YES, Support
-from headway.kernels.experts.builtin import CUDA_LOTS, most_blocks
+from headway.kernels.experts.builtin import GROUPED_TILE_ROWS, most_blocks
 from headway.kernels.experts.cuda_rows import (
     CudaExperts,
-    ExpertCutRule,
     ExpertProduct,
+    ExpertTilingRule,
     ExpertVariant,
     expert_variant,
     pointers_of,
 )
 from headway.kernels.experts.plain import Routed
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight
-from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaCut
+from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaTiling
 from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledKernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
 
 MOST_TOKENS = 256
-"""Tokens up to which the kernel computes."""
+"""Maximum number of tokens."""
 _MULTIPROCESSOR_BYTES, _KEPT_BYTES = 228 * 1024, 5 * 1024
-"""Shared memory of a multiprocessor, and what of it a block of threads has besides its ring."""
+"""Shared memory of an SM, and the part that a thread block uses besides its ring, in bytes."""
 _MOST_STAGES = 12
-"""Steps of a ring beyond which no form's bytes would cover more of the memory's latency."""
+"""Maximum stages of a ring; more would not hide more memory latency in any format."""
 _STEP_COLUMNS = 128
 
 
-def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
-    """Cut a product: blocks of threads of 128 rows of the weight, and of 64 where those would be a tenth more than there are.
+def expert_grouped_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTiling:
+    """Return the tiling of a GEMM: thread blocks of 128 weight rows, or of 64 if 128 would pad more than a tenth.
 
-    Larger ones copy x fewer times. Two blocks of eight warps, or four of four, have the most warps that are busy to the end: an
-    H100 took 252 us for 16 tokens of gpt-oss-20b by three of four warps, of two parts each, and 224 by two of eight. Beyond 16
-    rows a warp has two parts of 16, for which it reads x once, and as many blocks as registers allow are on a multiprocessor.
+    Larger thread blocks copy x fewer times. Two thread blocks of eight warps, or four of four, keep the most warps busy to the
+    end. For 16 tokens of gpt-oss-20b, an H100 took 252 us with three thread blocks of four warps with two parts each, and 224 us
+    with two of eight. Above 16 rows, a warp has two parts of 16 rows, for which it reads x once, and an SM runs as many thread
+    blocks as registers allow.
     """
-    if product.lot <= 16:
-        eight = product.weight.half or product.lot == 16
-        return CudaCut(1, 8 if eight else 4, _MOST_STAGES, per_multiprocessor=2 if eight else 4)
-    blocks = 3 if product.lot <= (32 if product.weight.half else 16) else 2
-    wide = CudaCut(2, 4, _MOST_STAGES, per_multiprocessor=blocks)
+    if product.rows_per_tile <= 16:
+        eight = product.weight.half or product.rows_per_tile == 16
+        return CudaTiling(1, 8 if eight else 4, _MOST_STAGES, per_multiprocessor=2 if eight else 4)
+    blocks = 3 if product.rows_per_tile <= (32 if product.weight.half else 16) else 2
+    wide = CudaTiling(2, 4, _MOST_STAGES, per_multiprocessor=blocks)
     outputs = 128 // (2 if product.gated else 1)
     padded = -(-product.out_features // outputs) * outputs
     return wide if padded <= 1.1 * product.out_features else replace(wide, tiles=1)
 
 
 @dataclass(frozen=True, slots=True)
-class LotsVariant:
-    """All that the kernel is compiled for."""
+class GroupedVariant:
+    """Everything that the kernel is compiled for."""
 
     of: ExpertVariant
     following: WeightBytes | None
-    """The second product's weight, which the first writes x for; None: this is the second."""
+    """The second GEMM's weight, for which the first one lays out its output. None if this is the second GEMM."""
 
     @property
     def outputs(self) -> int:
-        """Columns of y of a tile: OUT."""
+        """Columns of y per tile (OUT)."""
         each = self.of.each
-        return PART_ROWS * each.cut.tiles * each.cut.warps // (2 if each.gated else 1)
+        return PART_ROWS * each.tiling.tiles * each.tiling.warps // (2 if each.gated else 1)
 
     @property
     def groups(self) -> int:
-        """Groups of a slice whose scales are copied; 0: each row has one scale, or each block, and none is."""
+        """Groups of a slice whose scales are copied. 0 if the scales are per row or per block, which are not copied."""
         weight = self.of.each.weight
         return 0 if weight.scale_rows > 1 or weight.scale_span >= weight.row else max(1, SLICE_BYTES // weight.scale_span)
 
     @property
     def box(self) -> int:
-        """Rows of the weight that one copy moves: as many as end with the rows of an expert."""
+        """Rows of the weight per copy: the largest number that does not cross an expert's last row."""
         box = self.outputs
         while self.of.each.out_features % box:
             box //= 2
@@ -87,7 +89,7 @@ class LotsVariant:
 
     @property
     def step_bytes(self) -> int:
-        """Shared memory of a step of the ring, as expert_lots.cu adds it up."""
+        """Shared memory of one ring stage in bytes, matching expert_lots.cu."""
         each = self.of.each
         pieces, places, halves = 2 if each.gated else 1, self.groups * self.outputs, 2 if each.weight.half else 1
         scales = -(-places * each.scale_dtype.itemsize // 128) * 128
@@ -97,28 +99,28 @@ class LotsVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, beginning at a multiple of 1,024."""
-        return self.of.each.cut.stages * self.step_bytes + 1024
+        """Dynamic shared memory in bytes, including the alignment to 1,024."""
+        return self.of.each.tiling.stages * self.step_bytes + 1024
 
     @property
     def threads(self) -> int:
-        """Threads of a block: of the warps that multiply, and of one that copies."""
-        return 32 * (self.of.each.cut.warps + 1)
+        """Threads per block: the warps that multiply, and one that copies."""
+        return 32 * (self.of.each.tiling.warps + 1)
 
     @property
     def row_columns(self) -> int:
-        """Columns of a row of x as it is arranged, with the zeros at its end."""
+        """Columns of a row of permuted x, including the zeros at its end."""
         return arranged_columns(self.of.each.weight)
 
     @property
     def table_words(self) -> int:
-        """Words of `struct Table`."""
-        return self.of.most_lots + 2 + self.of.tokens * self.of.slots
+        """Size of `struct Table` in 32-bit words."""
+        return self.of.max_tiles + 2 + self.of.tokens * self.of.slots
 
     @property
     def source(self) -> Variant:
-        """What the compiler is given."""
-        constants = {**self.of.constants, "RESIDENT": self.of.each.cut.per_multiprocessor, "BOX": self.box}
+        """Source and constants for the compiler."""
+        constants = {**self.of.constants, "RESIDENT": self.of.each.tiling.per_multiprocessor, "BOX": self.box}
         if self.following is not None:
             half = self.following.half
             constants |= {
@@ -132,45 +134,47 @@ class LotsVariant:
 
 
 def arranged_columns(weight: WeightBytes) -> int:
-    """Columns of a row of x for a weight, as it is arranged: whole steps."""
+    """Return the columns of a row of permuted x for a weight, rounded up to whole steps."""
     return -(-weight.row * (2 if weight.half else 1) // _STEP_COLUMNS) * _STEP_COLUMNS
 
 
-def lots_variant(
+def grouped_variant(
     config: ExpertsConfig,
     weight: ArrangedWeight,
     dtype: torch.dtype,
-    lot: int,
+    rows_per_tile: int,
     following: WeightBytes | None,
     bias: bool,
     multiprocessors: int,
-    rule: ExpertCutRule = expert_lots_cut,
-) -> LotsVariant:
-    """Return what is compiled for one of a layer's two products. lot: most rows. dtype: of x. See LotsVariant."""
-    of = expert_variant(config, weight, dtype, lot, following is not None, bias, multiprocessors, rule)
-    variant = LotsVariant(replace(of, most_tokens=MOST_TOKENS), following)
-    cut = of.each.cut
-    room = _MULTIPROCESSOR_BYTES // cut.per_multiprocessor - _KEPT_BYTES
-    cut = replace(cut, stages=max(2, min(cut.stages, room // variant.step_bytes)))
-    return replace(variant, of=replace(variant.of, each=replace(of.each, cut=cut)))
+    rule: ExpertTilingRule = expert_grouped_tiling,
+) -> GroupedVariant:
+    """Return the variant for one of a layer's two GEMMs. rows_per_tile: maximum rows per tile. dtype: type of x. following: see
+    GroupedVariant.
+    """
+    of = expert_variant(config, weight, dtype, rows_per_tile, following is not None, bias, multiprocessors, rule)
+    variant = GroupedVariant(replace(of, most_tokens=MOST_TOKENS), following)
+    tiling = of.each.tiling
+    room = _MULTIPROCESSOR_BYTES // tiling.per_multiprocessor - _KEPT_BYTES
+    tiling = replace(tiling, stages=max(2, min(tiling.stages, room // variant.step_bytes)))
+    return replace(variant, of=replace(variant.of, each=replace(of.each, tiling=tiling)))
 
 
 _ARRANGING = 256
-"""Threads of a block that arranges a row, or adds to 4 columns each."""
+"""Threads of a block that permutes a row, or that adds slots in 4 columns per thread."""
 _MOST_SLOTS = 24
-"""Slots with which what arrange_lots counts by finds room in 48 KiB."""
+"""Maximum number of slots for which arrange_lots's counters fit 48 KiB."""
 
 
 class _Launcher:
-    """One compiled product with its arguments, and the launch that stands before the first or behind the second."""
+    """A compiled GEMM with its arguments, and the extra launch before the first or after the second GEMM."""
 
-    def __init__(self, variant: LotsVariant, device: torch.device, multiprocessors: int) -> None:
+    def __init__(self, variant: GroupedVariant, device: torch.device, multiprocessors: int) -> None:
         specific = architecture(device, specific=True)
         self.variant = variant
         self._kernel: CompiledKernel = load(variant.source, "expert_lots", device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
         self._beside: CompiledKernel = load(variant.source, "arrange_lots" if variant.of.first else "add_slots", device, specific)
-        blocks = multiprocessors * variant.of.each.cut.per_multiprocessor
+        blocks = multiprocessors * variant.of.each.tiling.per_multiprocessor
         self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=True)
         blank = bytes(MAP_BYTES)
         self._arguments = Arguments(blank, blank, blank, bytes(POINTERS.size), 0)
@@ -178,7 +182,7 @@ class _Launcher:
         self._beside_launch = cache(partial(Launch, threads=_ARRANGING, overlaps=True))
 
     def multiply(self, x: Tensor, weight: ArrangedWeight, bias: Tensor | None, y: Tensor, table: Tensor) -> None:
-        """Launch the product."""
+        """Launch the GEMM."""
         variant, blank = self.variant, bytes(MAP_BYTES)
         boxes = (variant.box, SLICE_BYTES), (max(1, variant.groups), variant.outputs)
         scales = tensor_map(weight.scales, boxes[1], 0) if variant.groups else blank
@@ -188,16 +192,17 @@ class _Launcher:
         self._kernel(self._launch, self._arguments)
 
     def beside(self, grid: tuple[int, int, int], *tensors: Tensor) -> None:
-        """Launch what stands before or behind it."""
+        """Launch the extra kernel before or after the GEMM."""
         self._beside_arguments.set(*[tensor.data_ptr() for tensor in tensors])
         self._beside(self._beside_launch(grid), self._beside_arguments)
 
 
-class CudaLots(CudaExperts):
-    """Lots of rows of one expert whose x is arranged before: five launches a layer, for up to MOST_TOKENS tokens.
+class CudaGroupedGemm(CudaExperts):
+    """Grouped GEMM over tiles of one expert's rows, with inputs permuted first: five launches per layer, up to MOST_TOKENS
+    tokens.
 
-    What experts give a token is added in the order of its slots, in float32: its bits are the same in every run, whatever the
-    other tokens are. One thread at a time.
+    Experts' outputs are added in the order of a token's slots, in float32. A token's bits are the same in every run, whatever the
+    other tokens are. Not thread-safe.
     """
 
     capabilities = replace(CudaExperts.capabilities, max_tokens=MOST_TOKENS)
@@ -214,13 +219,13 @@ class CudaLots(CudaExperts):
         return support & (YES if slots <= _MOST_SLOTS else Support.no("experts of a token", f"up to {_MOST_SLOTS}", slots))
 
     def runs(self, num_tokens: int) -> bool:
-        return suits(self.lot, num_tokens, self._config)
+        return suits(self.rows_per_tile, num_tokens, self._config)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:
         (num_tokens, hidden), pairs = out.shape, routed.experts.numel()
         up, down = self._products(weights)
-        rows = most_blocks(pairs, self._config.num_all, self.lot) * self.lot
-        x = out.new_empty(rows * up.variant.row_columns)  # rows that are missing are never read
+        rows = most_blocks(pairs, self._config.num_all, self.rows_per_tile) * self.rows_per_tile
+        x = out.new_empty(rows * up.variant.row_columns)  # padding rows are never read
         between = out.new_empty(rows * down.variant.row_columns)
         table = torch.empty(up.variant.table_words, dtype=torch.int32, device=out.device)
         parts = torch.empty((pairs, hidden), dtype=torch.float32, device=out.device)
@@ -231,7 +236,7 @@ class CudaLots(CudaExperts):
         down.beside((num_tokens, -(-hidden // columns), 1), parts, table, routed.weights, out)
 
     def prepare(self, weights: ExpertsWeights) -> ExpertsWeights:
-        """Arrange a layer's weights, and compile the kernels that multiply them."""
+        """Repack a layer's scales, and compile the kernels."""
         self._products(weights)
         return weights
 
@@ -240,20 +245,20 @@ class CudaLots(CudaExperts):
         return self._launcher(up, weights.gate_up_bias, down.described), self._launcher(down, weights.down_bias, None)
 
     def _launcher(self, weight: ArrangedWeight, bias: Tensor | None, following: WeightBytes | None) -> _Launcher:
-        of = self._config, weight, self.spec.dtype, self.lot, following, bias is not None, self._multiprocessors
-        return self._made(lots_variant(*of))
+        of = self._config, weight, self.spec.dtype, self.rows_per_tile, following, bias is not None, self._multiprocessors
+        return self._made(grouped_variant(*of))
 
 
-def cuda_lots(lot: int) -> type[CudaLots]:
-    """Return the class of a kernel of CUDA_LOTS."""
-    return type("CudaLots", (CudaLots,), {"name": f"cuda.lots{lot}", "lot": lot})
+def cuda_grouped_gemm(rows_per_tile: int) -> type[CudaGroupedGemm]:
+    """Return the kernel class with tiles of `rows_per_tile` rows, from GROUPED_TILE_ROWS."""
+    return type("CudaGroupedGemm", (CudaGroupedGemm,), {"name": f"cuda.lots{rows_per_tile}", "rows_per_tile": rows_per_tile})
 
 
-def suits(lot: int, num_tokens: int, config: ExpertsConfig) -> bool:
-    """Whether lots of up to so many rows may be the best for so many tokens.
+def suits(rows_per_tile: int, num_tokens: int, config: ExpertsConfig) -> bool:
+    """Return whether tiles of up to `rows_per_tile` rows may be the fastest for this number of tokens.
 
-    Those that hardly an expert fills by half are left to smaller ones, and experts of more than four to larger ones.
+    Smaller tiles are better if experts hardly fill half a tile, and larger tiles if experts fill more than four.
     """
     pairs = num_tokens * config.num_slots / config.num_all
-    filled = lot == CUDA_LOTS[0] or (num_tokens > lot // 2 and pairs >= lot / 8)
-    return num_tokens <= MOST_TOKENS and filled and (lot == CUDA_LOTS[-1] or pairs <= 4 * lot)
+    filled = rows_per_tile == GROUPED_TILE_ROWS[0] or (num_tokens > rows_per_tile // 2 and pairs >= rows_per_tile / 8)
+    return num_tokens <= MOST_TOKENS and filled and (rows_per_tile == GROUPED_TILE_ROWS[-1] or pairs <= 4 * rows_per_tile)
