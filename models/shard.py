@@ -54,7 +54,7 @@ class ModelShard:
         return VocabularyShard(self._config.vocab_size, self._division)
 
     @cached_property
-    def experts(self) -> ExpertsCut:
+    def experts(self) -> ExpertsShard:
         """The layers of experts."""
         assert self._config.experts is not None
         return ExpertsShard(self._config.experts, self._division)

@@ -201,9 +201,8 @@ class Operations(Protocol):
         """Return residual + norm of x [rows, size]. Both arguments may be overwritten."""
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """Multiply x [rows, in_features] by a linear layer's weight. Return [rows, out_features], in `out` (contiguous) if
-        given.
-        """
+        """Multiply x [rows, in_features] by a linear layer: [rows, out_features], in `out`, contiguous, if it is given."""
+        return bound(self, linear, x.shape[0])(x, out=out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """Apply a norm (if any), a linear layer, and an activation (if any). x: [rows, in_features], rows may be strided.

@@ -18,7 +18,7 @@ from headway.models.config import ExpertNames
 
 
 def take_experts(
-    shard: ExpertsCut, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
+    shard: ExpertsShard, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
 ) -> RoutedWeights:
     """Return the weights of one MoE layer, read from the checkpoint. at: prefix of the layer's tensor names. scale: factor of all
     experts' outputs.
@@ -73,9 +73,9 @@ Rows = Tensor | QuantizedWeight
 """Weights of several experts, concatenated along the rows: [experts * out_features, in_features]."""
 
 
-def _take_single(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
+def _take_single(shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
     """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
-    held = set(cut.experts.pick(range(cut.experts.whole)))
+    held = set(shard.experts.pick(range(shard.experts.whole)))
     up: dict[str, int | Axis] = {}
     down: dict[str, int | Axis] = {}
     for number in range(shard.experts.whole):
@@ -85,18 +85,18 @@ def _take_single(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: We
     return weights.take_experts(up, hidden), weights.take_experts(down, shard.inner)
 
 
-def _take_stacked(shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
+def _take_stacked(shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
     """Take a tensor of all experts for each of the two products."""
-    rows = cut.inner + cut.inner if cut.own.gated else cut.inner
-    gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, rows, hidden))
-    down = weights.take_stacked(at + names.stacked_down, (cut.experts, hidden, cut.inner))
+    rows = shard.inner + shard.inner if shard.own.gated else shard.inner
+    gate_up = weights.take_stacked(at + names.stacked_gate_up, (shard.experts, rows, hidden))
+    down = weights.take_stacked(at + names.stacked_down, (shard.experts, hidden, shard.inner))
     return (
         gate_up.flatten(0, 1) if isinstance(gate_up, Tensor) else gate_up,
         down.flatten(0, 1) if isinstance(down, Tensor) else down,
     )
 
 
-def _with_shared_up(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+def _with_shared_up(routed: Rows, shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
     """Add the pieces of the shared experts' first product: as many rows of each half as a routed expert has.
 
     The last one is padded with zeros.
@@ -117,10 +117,10 @@ def _with_shared_up(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden:
     return torch.cat([_dequantized(routed, weights), pieces.view(-1, hidden)])
 
 
-def _with_shared_down(routed: Rows, shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+def _with_shared_down(routed: Rows, shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
     """Add the pieces of their last product: columns, which the last has some zeros of."""
-    inner, size = cut.own.intermediate_size, cut.shared.size
-    shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, cut.shared)
+    inner, size = shard.own.intermediate_size, shard.shared.size
+    shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, shard.shared)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
         pieces = [shared.columns(range(first, first + inner)) for first in range(0, size, inner)]
         whole = [piece for piece in pieces if piece is not None]
@@ -136,7 +136,7 @@ def _dequantized(rows: Rows, weights: WeightSource) -> Tensor:
 
 
 def _take_interleaved(
-    shard: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
+    shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str
 ) -> tuple[Rows, Tensor, Rows, Tensor]:
     """Return gate_up, its bias, down and its bias from transposed stacks with interleaved gate and up rows (gpt-oss)."""
     inner, held = shard.own.intermediate_size, shard.own.num_held

@@ -412,7 +412,7 @@ class DummyWeights(WeightSource):
         if columns.is_whole:
             return shard
         narrow = shard.columns(columns.held[0]) if len(columns.held) == 1 else None
-        return held_part(shard.dequantized(self.dtype), (shard.shape[0], columns)) if narrow is None else narrow
+        return shard_of(shard.dequantized(self.dtype), (shard.shape[0], columns)) if narrow is None else narrow
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Draw one tensor."""
