@@ -25,11 +25,11 @@ def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
     """
     num_tokens = TOKEN_COUNTS[TOKENS.cell(num_tokens)]
     pairs = num_tokens * config.num_slots / config.num_all
-    lots = "cuda.rows8" if pairs <= 4 else "cuda.rows16"
+    rows_kernel = "cuda.rows8" if pairs <= 4 else "cuda.rows16"
     if num_tokens <= 2:
-        return [lots, "triton.rows"]
+        return [rows_kernel, "triton.rows"]
     tiles = "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
-    return [lots, tiles] if pairs <= 16 else [tiles]
+    return [rows_kernel, tiles] if pairs <= 16 else [tiles]
 
 
 @dataclass(frozen=True, slots=True)

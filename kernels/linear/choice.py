@@ -289,7 +289,7 @@ class LinearKernels:
         self._guests = frozenset(third_party)
         self._choices: dict[LinearSpec, LinearChoice] = {}
         self._read: dict[LinearSpec, bool] = {}
-        """Whether a kernel reads the quantized weight of a kind of layer."""
+        """Maps a kind of layer to True if a kernel reads its quantized weight."""
         self._unserved: dict[str, Support] = {}
         """Kinds of layers that the requested kernel does not support, with the reason."""
 
