@@ -62,7 +62,7 @@ BUILTIN: Final = (
     _info(MARLIN, "vLLM's marlin_gemm", "marlin:Marlin", "vllm"),
     _info(CUTLASS, "vLLM's cutlass_scaled_mm, for which x is rounded to FP8", "marlin:Cutlass", "vllm"),
     _info(NATIVE, "our C over packed blocks on a CPU", "cpu_kernels:Native", devices=("cpu",)),
-    _info(INT4PACK, "torch's product over packed int4 on a CPU", "cpu_kernels:Int4Pack", devices=("cpu",)),
+    _info(INT4PACK, "torch's GEMM over packed int4 on a CPU", "cpu_kernels:Int4Pack", devices=("cpu",)),
     _info(ONEDNN, "oneDNN over a weight that is packed once", "cpu_kernels:OneDnn", devices=("cpu",)),
     _info(TORCH, "torch.mm over a plain weight", "cpu_kernels:TorchMM", devices=()),
     _info(EXPANDED, "a weight that is dequantised once, on a CPU", "cpu_kernels:Expanded", devices=("cpu",)),
