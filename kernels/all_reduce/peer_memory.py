@@ -39,7 +39,7 @@ class PeerMemory:
             _check(driver, driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)))
             addresses = [0] * size
             addresses[rank] = own.value
-            self._end = weakref.finalize(self, _give_back, driver, addresses, rank)
+            self._end = weakref.finalize(self, _free, driver, addresses, rank)
             _check(driver, driver.cuMemsetD16_v2(own, ctypes.c_ushort(word), ctypes.c_size_t(num_bytes // 2)))
             torch.cuda.synchronize(device)
             _check(driver, driver.cuIpcGetMemHandle(ctypes.byref(handle), own))
@@ -71,7 +71,7 @@ def _check(driver: Any, result: int) -> None:
         raise RuntimeError(f"CUDA error {result}: {(text.value or b'unknown').decode()}")
 
 
-def _give_back(driver: Any, addresses: Sequence[int], rank: int) -> None:
+def _free(driver: Any, addresses: Sequence[int], rank: int) -> None:
     for number, address in enumerate(addresses):
         if number == rank:
             driver.cuMemFree_v2(ctypes.c_uint64(address))

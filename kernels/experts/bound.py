@@ -298,14 +298,14 @@ class ExpertsKind:
 
     def describe(self) -> str:
         """Describe the kernel for each range of token counts, and the origin of the choice."""
-        told = TOKENS.describe(self.changes(), self.source)
+        text = TOKENS.describe(self.changes(), self.source)
         if self.forms == ("", ""):
-            return told
+            return text
         first, second = (form or DTYPE_NAMES[self.dtype] for form in self.forms)
-        told = f"{first if first == second else f'{first}, down {second}'}: {told}"
+        text = f"{first if first == second else f'{first}, down {second}'}: {text}"
         if any(self.kernel_for(count).name.startswith("dequantize") for count in TOKEN_COUNTS):
-            told += f"; expanding a layer takes {self.scratch_bytes / 1e9:.1f} GB, for its length"
-        return told
+            text += f"; expanding a layer takes {self.scratch_bytes / 1e9:.1f} GB, for its length"
+        return text
 
     @property
     def scratch_bytes(self) -> int:

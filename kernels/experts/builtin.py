@@ -25,11 +25,11 @@ def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
     """
     num_tokens = TOKEN_COUNTS[TOKENS.cell(num_tokens)]
     pairs = num_tokens * config.num_slots / config.num_all
-    lots = "cuda.rows8" if pairs <= 4 else "cuda.rows16"
+    rows_kernel = "cuda.rows8" if pairs <= 4 else "cuda.rows16"
     if num_tokens <= 2:
-        return [lots, "triton.rows"]
+        return [rows_kernel, "triton.rows"]
     tiles = "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
-    return [lots, tiles] if pairs <= 16 else [tiles]
+    return [rows_kernel, tiles] if pairs <= 16 else [tiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +111,22 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
         devices = _GPUS if extra else ("cpu", "meta")
         return ExpertsKernelInfo(name, summary, partial(_load, place, arguments), extra, devices=devices, api_version=API_VERSION)
 
-    yield info("torch", "one expert after the other by torch's products, on a CPU", "plain:TorchExperts")
+    yield info("torch", "one expert after the other by torch's GEMM, on a CPU", "plain:TorchExperts")
     for rows in SKINNY_TILE_ROWS:
-        name, summary = f"cuda.rows{rows}", f"up to {rows} rows of an expert over quantised weights in CUDA C++"
+        name, summary = f"cuda.rows{rows}", f"skinny GEMM over up to {rows} rows of an expert, quantised weights, CUDA C++"
         yield info(name, summary, "cuda_rows:cuda_rows", _CUDA, rows)
     for name in ROW_WARPS:
-        yield info(name, "each token by itself in Triton, for few tokens", "row_kernels:row_kernel", _TRITON, name)
+        yield info(name, "GEMV in Triton, each token separately, for few tokens", "row_kernels:row_kernel", _TRITON, name)
     for name in dict.fromkeys([*PLAIN_TILINGS, *QUANTIZED_TILINGS]):
-        yield info(name, "grouped products in Triton over pairs sorted by expert", "tiles:tile_kernel", _TRITON, name)
-    yield info("torch.grouped_mm", "torch's grouped product over sorted pairs, bfloat16", "tiles:GroupedMM", _TRITON)
+        yield info(name, "grouped GEMM in Triton over pairs sorted by expert", "tiles:tile_kernel", _TRITON, name)
+    yield info("torch.grouped_mm", "torch's grouped GEMM over sorted pairs, bfloat16", "tiles:GroupedMM", _TRITON)
     for name in EXPANDED:
-        yield info(f"dequantize+{name}", f"weights expanded for {name}", "tiles:dequantizing", _TRITON, name)
+        yield info(f"dequantize+{name}", f"weights dequantised for {name}", "tiles:dequantizing", _TRITON, name)
     for rows in GROUPED_TILE_ROWS:
-        name, summary = f"cuda.lots{rows}", f"up to {rows} rows of an expert over quantised weights by wgmma (H100)"
+        name, summary = (
+            f"cuda.lots{rows}",
+            f"grouped GEMM over tiles of {rows} rows of an expert, quantised weights, wgmma (H100)",
+        )
         yield info(name, summary, "cuda_grouped_gemm:cuda_grouped_gemm", _CUDA, rows)
 
 

@@ -91,10 +91,10 @@ class GroupedVariant:
     def step_bytes(self) -> int:
         """Shared memory of one ring stage in bytes, matching expert_lots.cu."""
         each = self.of.each
-        pieces, places, halves = 2 if each.gated else 1, self.groups * self.outputs, 2 if each.weight.half else 1
+        row_ranges, places, halves = 2 if each.gated else 1, self.groups * self.outputs, 2 if each.weight.half else 1
         scales = -(-places * each.scale_dtype.itemsize // 128) * 128
         zeros = -(-places // 128) * 128 if each.weight.zeros else 0
-        slice_bytes = pieces * (self.outputs * SLICE_BYTES + scales + zeros)
+        slice_bytes = row_ranges * (self.outputs * SLICE_BYTES + scales + zeros)
         return -(-(2 * each.most_rows * 128 + 2 // halves * slice_bytes) // 1024) * 1024
 
     @property
@@ -173,13 +173,13 @@ class _Launcher:
         self.variant = variant
         self._kernel: CompiledKernel = load(variant.source, "expert_lots", device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
-        self._beside: CompiledKernel = load(variant.source, "arrange_lots" if variant.of.first else "add_slots", device, specific)
+        self._extra: CompiledKernel = load(variant.source, "arrange_lots" if variant.of.first else "add_slots", device, specific)
         blocks = multiprocessors * variant.of.each.tiling.per_multiprocessor
         self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=True)
         blank = bytes(MAP_BYTES)
         self._arguments = Arguments(blank, blank, blank, bytes(POINTERS.size), 0)
-        self._beside_arguments = Arguments(*[0] * (5 if variant.of.first else 4))
-        self._beside_launch = cache(partial(Launch, threads=_ARRANGING, overlaps=True))
+        self._extra_arguments = Arguments(*[0] * (5 if variant.of.first else 4))
+        self._extra_launch = cache(partial(Launch, threads=_ARRANGING, overlaps=True))
 
     def multiply(self, x: Tensor, weight: ArrangedWeight, bias: Tensor | None, y: Tensor, table: Tensor) -> None:
         """Launch the GEMM."""
@@ -191,10 +191,10 @@ class _Launcher:
         self._arguments.set(codes, scales, zeros, pointers, table.data_ptr())
         self._kernel(self._launch, self._arguments)
 
-    def beside(self, grid: tuple[int, int, int], *tensors: Tensor) -> None:
+    def launch_extra(self, grid: tuple[int, int, int], *tensors: Tensor) -> None:
         """Launch the extra kernel before or after the GEMM."""
-        self._beside_arguments.set(*[tensor.data_ptr() for tensor in tensors])
-        self._beside(self._beside_launch(grid), self._beside_arguments)
+        self._extra_arguments.set(*[tensor.data_ptr() for tensor in tensors])
+        self._extra(self._extra_launch(grid), self._extra_arguments)
 
 
 class CudaGroupedGemm(CudaExperts):
@@ -229,11 +229,11 @@ class CudaGroupedGemm(CudaExperts):
         between = out.new_empty(rows * down.variant.row_columns)
         table = torch.empty(up.variant.table_words, dtype=torch.int32, device=out.device)
         parts = torch.empty((pairs, hidden), dtype=torch.float32, device=out.device)
-        up.beside((pairs, 1, 1), routed.x, routed.experts, table, x, between)
+        up.launch_extra((pairs, 1, 1), routed.x, routed.experts, table, x, between)
         up.multiply(x, self._arranged(weights.gate_up), weights.gate_up_bias, between, table)
         down.multiply(between, self._arranged(weights.down), weights.down_bias, parts, table)
         columns = 4 * _ARRANGING
-        down.beside((num_tokens, -(-hidden // columns), 1), parts, table, routed.weights, out)
+        down.launch_extra((num_tokens, -(-hidden // columns), 1), parts, table, routed.weights, out)
 
     def prepare(self, weights: ExpertsWeights) -> ExpertsWeights:
         """Repack a layer's scales, and compile the kernels."""

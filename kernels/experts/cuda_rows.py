@@ -73,8 +73,8 @@ def expert_rows_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTili
     padded = {warps: -(-slices // warps) * warps for warps in order}
     warps = next((count for count in order if padded[count] <= 1.05 * slices), min(order, key=padded.__getitem__))
     step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * rows_per_tile * 128)
-    kept = 2 * warps * rows_per_tile * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
-    stages = (_ROOM - kept) // step
+    reserved = 2 * warps * rows_per_tile * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
+    stages = (_ROOM - reserved) // step
     return CudaTiling(tiles, warps, max(2, min(stages, most_stages)), per_multiprocessor=blocks)
 
 

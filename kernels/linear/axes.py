@@ -47,7 +47,7 @@ class Axis:
 
     @property
     def none(self) -> Axis:
-        """The same axis with nothing held."""
+        """Axis of this size of which nothing is held."""
         return Axis(self.whole, ())
 
     def __mul__(self, elements: int) -> Axis:

@@ -62,7 +62,7 @@ BUILTIN: Final = (
     _info(MARLIN, "vLLM's marlin_gemm", "marlin:Marlin", "vllm"),
     _info(CUTLASS, "vLLM's cutlass_scaled_mm, for which x is rounded to FP8", "marlin:Cutlass", "vllm"),
     _info(NATIVE, "our C over packed blocks on a CPU", "cpu_kernels:Native", devices=("cpu",)),
-    _info(INT4PACK, "torch's product over packed int4 on a CPU", "cpu_kernels:Int4Pack", devices=("cpu",)),
+    _info(INT4PACK, "torch's GEMM over packed int4 on a CPU", "cpu_kernels:Int4Pack", devices=("cpu",)),
     _info(ONEDNN, "oneDNN over a weight that is packed once", "cpu_kernels:OneDnn", devices=("cpu",)),
     _info(TORCH, "torch.mm over a plain weight", "cpu_kernels:TorchMM", devices=()),
     _info(EXPANDED, "a weight that is dequantised once, on a CPU", "cpu_kernels:Expanded", devices=("cpu",)),
@@ -289,7 +289,7 @@ class LinearKernels:
         self._guests = frozenset(third_party)
         self._choices: dict[LinearSpec, LinearChoice] = {}
         self._read: dict[LinearSpec, bool] = {}
-        """Whether a kernel reads the quantized weight of a kind of layer."""
+        """Maps a kind of layer to True if a kernel reads its quantized weight."""
         self._unserved: dict[str, Support] = {}
         """Kinds of layers that the requested kernel does not support, with the reason."""
 

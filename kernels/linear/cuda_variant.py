@@ -353,10 +353,10 @@ class CudaVariant:
     def threads(self) -> int:
         """Threads per block: warps that multiply, and warps that copy; see the kernels' THREADS."""
         if self.tiling.splits:
-            beside = 4 if self.tiling.tiles * self.most_rows > _FULL_SUMS else 1  # four warps give their registers away
+            copying = 4 if self.tiling.tiles * self.most_rows > _FULL_SUMS else 1  # four warps give their registers away
         else:
-            beside = 1 if self.most_rows == 1 else 4
-        return 32 * (self.tiling.warps + beside)
+            copying = 1 if self.most_rows == 1 else 4
+        return 32 * (self.tiling.warps + copying)
 
     @property
     def _copied_scales(self) -> int:

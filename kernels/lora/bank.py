@@ -59,8 +59,8 @@ class AdaptedProduct:
         """Return each of the slots, with the rows of `joined` that hold its A."""
         assert self.joined is not None
         assert isinstance(self.joined.weight, Tensor)
-        behind = self.joined.weight[self.out_features :].view(self.a.shape)
-        return ((slot, behind[slot]) for slot in slots)
+        appended = self.joined.weight[self.out_features :].view(self.a.shape)
+        return ((slot, appended[slot]) for slot in slots)
 
 
 class Shrunk(NamedTuple):
@@ -109,10 +109,10 @@ class AdapterBank:
             width = len(origin.modules) * self._rank
             a = self._placed(at, (width, linear.in_features))
             b = self._placed(at + size_a, (linear.out_features, self._rank))
-            behind = num_slots * width
+            appended = num_slots * width
             joined = None
-            if joins and linear.is_dense and behind * FEWEST_ROWS <= linear.out_features:
-                joined = linear.followed_by(behind)
+            if joins and linear.is_dense and appended * FEWEST_ROWS <= linear.out_features:
+                joined = linear.followed_by(appended)
             parts = _parts(origin, linear.out_features)
             self.products[linear] = AdaptedProduct(origin, linear.out_features, a, b, parts, joined)
             at += size_a + size_b

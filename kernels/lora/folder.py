@@ -260,11 +260,11 @@ def check_targets(folder: AdapterFolder, modules: Iterable[str]) -> None:
     kinds = sorted({module.rpartition(".")[2] for module in known})
     for module in folder.low_ranks:
         if module not in known:
-            raise ConfigError(folder.name, f"modules of this model's layers: {', '.join(kinds)}", _told(module))
+            raise ConfigError(folder.name, f"modules of this model's layers: {', '.join(kinds)}", _unsupported(module))
     for target in folder.targets:
         matching = [each for each in known if each == target or each.endswith(f".{target}")]
         if not matching:
-            raise ConfigError(folder.name, f"target_modules among {', '.join(kinds)}", _told(target))
+            raise ConfigError(folder.name, f"target_modules among {', '.join(kinds)}", _unsupported(target))
         missing = [each for each in sorted(matching) if each not in folder.low_ranks]
         if missing and folder.all_layers:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -276,7 +276,7 @@ def check_targets(folder: AdapterFolder, modules: Iterable[str]) -> None:
             )
 
 
-def _told(module: str) -> str:
+def _unsupported(module: str) -> str:
     """Describe an unsupported module, with the reason if it is known."""
     end = module.rpartition(".")[2]
     if end in ("lm_head", "embed_tokens", "wte", "embed_out"):

@@ -258,6 +258,9 @@ def adapted_operations(
     steps = "every step" if tile_rows is not None else "steps in which a row has one"
     size = f"{slots.number} of rank {slots.max_rank}, {shown_size(slots.number * bank.slot_bytes)}"
     log.info(
-        "adapters: slots for %s, beside %d products; %s compute norms and activations apart", size, len(bank.products), steps
+        "adapters: slots for %s, on %d linear layers; %s compute norms and activations separately",
+        size,
+        len(bank.products),
+        steps,
     )
     return AdaptedOperations(inner, bank, additions, always=tile_rows is not None), bank

@@ -14,7 +14,7 @@ from headway.core.contract.kernel import AHEAD
 from headway.core.contract.support import YES, Support
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether kernels run under Triton's interpreter, that is, TRITON_INTERPRET=1 was set when triton was imported."""
+"""True if kernels run under Triton's interpreter, that is, TRITON_INTERPRET=1 was set when triton was imported."""
 PDL_CAPABILITY = (9, 0)
 """Lowest compute capability with programmatic dependent launch (PDL): a kernel may start before its predecessors have ended."""
 

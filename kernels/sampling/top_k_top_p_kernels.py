@@ -428,18 +428,18 @@ class TopKTopPSampler:
         found = {"candidates": candidates, "ties": ties, "targets": targets, "cutoffs": cutoffs, "last_ids": last_ids}
         found["chosen"] = chosen
         strides = {"logits_stride": logits.stride(0), "filters_stride": filters.stride(0), "part_size": part_size}
-        behind: dict[str, int] = {**strides, "vocab_size": vocab}
+        last: dict[str, int] = {**strides, "vocab_size": vocab}
         """Last arguments of most kernels."""
 
-        get(sample_thresholds, 4, {})((rows, 1 + parts, 1), **read, **bracket, best=best, **behind)
-        get(count_above_thresholds, 4, {"ROUND": 0, **limits})(grid, **read, **bracket, targets=targets, **behind)
+        get(sample_thresholds, 4, {})((rows, 1 + parts, 1), **read, **bracket, best=best, **last)
+        get(count_above_thresholds, 4, {"ROUND": 0, **limits})(grid, **read, **bracket, targets=targets, **last)
         for stage in (0, 1):
-            get(count_above_thresholds, 4, {"ROUND": 1 + stage, **limits})(grid, **read, **bracket, targets=targets, **behind)
+            get(count_above_thresholds, 4, {"ROUND": 1 + stage, **limits})(grid, **read, **bracket, targets=targets, **last)
             list_kernel = get(list_candidates, 4, {"STAGE": stage, **limits, "LANES": LANES})
-            list_kernel(grid, **read, **bracket, targets=targets, candidates=candidates, ties=ties, **behind)
+            list_kernel(grid, **read, **bracket, targets=targets, candidates=candidates, ties=ties, **last)
             cutoff_kernel = get(find_cutoffs, 16, {"STAGE": stage, **limits, "LANES": LANES})
             cutoff_kernel(
                 (rows, 1, 1), **read, keys=keys, others=others, **bracket, **found, **strides, parts=parts, vocab_size=vocab
             )
         drawn = {"counts": counts, "cutoffs": cutoffs, "last_ids": last_ids, "best": best, "chosen": chosen}
-        get(draw_kept, 4, {"LANES": LANES})(grid, **read, keys=keys, **drawn, **behind)
+        get(draw_kept, 4, {"LANES": LANES})(grid, **read, keys=keys, **drawn, **last)

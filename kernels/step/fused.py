@@ -172,20 +172,21 @@ class Fused(Operations):
         Without RoPE, one or two. Four more if heads are normed without RoPE, or all heads are normed as one.
         """
         x, norm = self._before(x, norm)
-        alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
-        rotated = None if rope is None or alone else (heads, rope)
+        separate = heads.q_norm is not None and (rope is None or heads.whole_norm)
+        rotated = None if rope is None or separate else (heads, rope)
         step = bound(self, linear, x.shape[0], heads=None if rotated is None else heads)
-        return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if alone else None, alone)
+        return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if separate else None, separate)
 
     def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """One launch, in place. Four more if heads are normed without RoPE, or all heads are normed as one."""
         return self._split_heads(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
-    def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v as views of `qkv`. rope: None means no rotation is left to apply. alone: heads are normed in separate
-        launches.
+    def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, separate: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v as views of `qkv`.
+
+        rope: None means no rotation is left to apply. separate: True if heads are normed in separate launches.
         """
-        if alone:
+        if separate:
             heads = self._norm_heads(qkv, heads)
         if rope is not None:
             self.rotate(qkv, heads, rope, None)

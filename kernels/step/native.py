@@ -83,12 +83,12 @@ class RecordedLayers:
         if len(self._steps) >= _MOST_STEPS:
             self._steps.clear()
         first = x.clone()
-        turns = tuple((cos.clone(), sin.clone()) for cos, sin in ropes)
+        own_ropes = tuple((cos.clone(), sin.clone()) for cos, sin in ropes)
         with self._functions.recording() as calls, _Watch() as watch:
             watched = _CountedAttention(cast(WatchedAttention, attention), calls)
-            out = layers(first, turns, watched)
+            out = layers(first, own_ropes, watched)
         whole = watch.only_views and watched.one_call_each
-        self._steps[key] = _RecordedStep(calls, first, turns, out, watch.held) if whole else None
+        self._steps[key] = _RecordedStep(calls, first, own_ropes, out, watch.held) if whole else None
         return out
 
 
@@ -204,7 +204,7 @@ class NativeOperations(TorchOperations):
         if packed is None or heads.whole_norm or heads.head_dim % 2 or not _normed(heads.q_norm) or not _normed(heads.k_norm):
             return super().norm_qkv(x, norm, linear, heads, rope)
         x, norm = self._before(x, norm)
-        dim, turned = heads.head_dim, heads.num_heads + heads.num_kv_heads
+        dim, rotated = heads.head_dim, heads.num_heads + heads.num_kv_heads
         qkv = x.new_empty(len(x), packed.out_features // dim, dim)
         (factors, least), (q_factors, q_least), (k_factors, k_least) = _norm(norm), _norm(heads.q_norm), _norm(heads.k_norm)
         self.functions.product(
@@ -219,7 +219,7 @@ class NativeOperations(TorchOperations):
                 ldo=packed.out_features,
                 head_dim=dim,
                 q_heads=heads.num_heads,
-                heads=turned,
+                heads=rotated,
                 norm=factors,
                 norm_least=least,
                 q_norm=q_factors,
@@ -229,7 +229,7 @@ class NativeOperations(TorchOperations):
                 type=TYPES[x.dtype],
             )
         )
-        return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
+        return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         packed = _packed_of(x, linear)

@@ -64,18 +64,18 @@ class PlainLatentLayer:
         self._both = Linear(kv_b)
 
     def absorb(self, q: Tensor) -> Tensor:
-        still, turned = q[..., : self._nope_dim], q[..., self._nope_dim :]
-        out = q.new_empty((*q.shape[:2], self._rank + turned.shape[-1]))
+        still, rotary = q[..., : self._nope_dim], q[..., self._nope_dim :]
+        out = q.new_empty((*q.shape[:2], self._rank + rotary.shape[-1]))
         torch.bmm(still.transpose(0, 1), self._to_key, out=out[..., : self._rank].transpose(0, 1))
-        out[..., self._rank :] = turned
+        out[..., self._rank :] = rotary
         return out
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Expand latents to k and v. v is a view of the GEMM's output."""
-        rows, turned = latent[:, 0, : self._rank], latent[..., self._rank :]
+        rows, rotary = latent[:, 0, : self._rank], latent[..., self._rank :]
         both = self._both(rows).view(latent.shape[0], self.expanded.num_heads, self._nope_dim + self.expanded.v_head_dim)
         still, v = both[..., : self._nope_dim], both[..., self._nope_dim :]
-        return torch.cat([still, turned.expand((*still.shape[:2], -1))], dim=-1), v
+        return torch.cat([still, rotary.expand((*still.shape[:2], -1))], dim=-1), v
 
     def project(self, attended: Tensor, out: Tensor) -> None:
         torch.bmm(attended.transpose(0, 1), self._to_value, out=out.transpose(0, 1))
@@ -543,8 +543,8 @@ class TorchOperations(Operations):
         rows = self.norm(rows, norm)
         if rope is None:
             return q, torch.cat([rows, key], dim=-1)
-        still, turned = q.tensor_split([config.qk_nope_head_dim], dim=-1)
-        return torch.cat([still, apply_rope(turned, rope)], dim=-1), torch.cat([rows, apply_rope(key, rope)], dim=-1)
+        still, rotary = q.tensor_split([config.qk_nope_head_dim], dim=-1)
+        return torch.cat([still, apply_rope(rotary, rope)], dim=-1), torch.cat([rows, apply_rope(key, rope)], dim=-1)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
         return PlainLatentLayer(expanded, config, kv_b)

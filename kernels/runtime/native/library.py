@@ -141,9 +141,9 @@ def _built(compiler: CCompiler, runtime: Path) -> Path:
         write_whole(path, content)
     except OSError as error:
         warn_unwritable(path.parent, error.strerror or str(error))
-        kept = Path(tempfile.mkdtemp()) / name
-        kept.write_bytes(content)
-        return kept
+        temporary = Path(tempfile.mkdtemp()) / name
+        temporary.write_bytes(content)
+        return temporary
     return path
 
 
@@ -162,8 +162,8 @@ def _run(command: list[str]) -> None:
         subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-        told = next((line for line in lines if "error" in line), lines[-1])
-        raise BackendError(f"native: {command[0]} does not compile our C: {told}") from error
+        message = next((line for line in lines if "error" in line), lines[-1])
+        raise BackendError(f"native: {command[0]} does not compile our C: {message}") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendError(f"native: {command[0]} cannot be run ({error})") from error
 
@@ -174,8 +174,8 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    told = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "flags", "Features"))]
-    return " ".join(sorted(set(told)))
+    features = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return " ".join(sorted(set(features)))
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -377,7 +377,7 @@ class PackedWeight:
 
     @property
     def gates(self) -> bool:
-        """Whether each half of the outputs (gate, up) is a multiple of packed blocks."""
+        """True if each half of the outputs (gate, up) is a multiple of packed blocks."""
         return self.out_features % (2 * LANES) == 0 and not self.more
 
 
@@ -417,7 +417,7 @@ def pack_quantized(parts: Sequence[QuantizedValues], bias: Tensor | None = None)
     """Pack a quantized weight, whose rows may use several formats. None if the library is unavailable."""
     if functions() is None:
         return None
-    panels, row = [], 0
+    weights, row = [], 0
     for coded in parts:
         n, k = coded.codes.shape
         rows = _whole(coded.codes).view(-1, LANES, k)
@@ -427,15 +427,15 @@ def pack_quantized(parts: Sequence[QuantizedValues], bias: Tensor | None = None)
             low, high = rows.view(-1, LANES, k // 8, 2, 4).view(torch.uint8).unbind(3)
             data, form = low | high << 4, _CODES4
         data = data.transpose(1, 2).contiguous()
-        panels.append(_pack(data, n, k, form, None if bias is None else bias[row : row + n], coded))
+        weights.append(_pack(data, n, k, form, None if bias is None else bias[row : row + n], coded))
         row += n
-    for one, after in pairwise(panels):
+    for one, after in pairwise(weights):
         one.described.contents.next = ctypes.cast(after.described, ctypes.c_void_p)
-    first = panels[0]
-    if len(panels) == 1:
+    first = weights[0]
+    if len(weights) == 1:
         return first
-    held = (*first.held, *(tensor for each in panels[1:] for tensor in (each.data, *each.held)))
-    structs = tuple(each.described for each in panels[1:])
+    held = (*first.held, *(tensor for each in weights[1:] for tensor in (each.data, *each.held)))
+    structs = tuple(each.described for each in weights[1:])
     return PackedWeight(first.data, row, first.in_features, first.described, held, structs)
 
 
@@ -473,8 +473,8 @@ def _pack(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: Q
 
 def _by_group(matrices: tuple[Tensor, ...]) -> Tensor:
     """Pack matrices [n, groups] to [blocks, groups, matrices, 16]."""
-    panels = [_whole(each).view(-1, LANES, each.shape[1]).transpose(1, 2) for each in matrices]
-    return torch.stack(panels, dim=2).contiguous()
+    blocks = [_whole(each).view(-1, LANES, each.shape[1]).transpose(1, 2) for each in matrices]
+    return torch.stack(blocks, dim=2).contiguous()
 
 
 def _whole(rows: Tensor) -> Tensor:
@@ -483,14 +483,14 @@ def _whole(rows: Tensor) -> Tensor:
     return rows.contiguous() if not missing else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
-def multiply(panels: PackedWeight, x: Tensor, out: Tensor | None = None) -> Tensor:
+def multiply(packed: PackedWeight, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply x [rows, k] by a packed weight and add its bias (GEMM). Return [rows, n], written to `out` if it is given."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    found, target = functions(), x.new_empty(len(x), panels.out_features) if out is None else out
+    found, target = functions(), x.new_empty(len(x), packed.out_features) if out is None else out
     assert found is not None
     found.product(
         ProductStruct(
-            weight=panels.described,
+            weight=packed.described,
             x=x.data_ptr(),
             out=target.data_ptr(),
             rows=len(x),

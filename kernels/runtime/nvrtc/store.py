@@ -61,9 +61,9 @@ def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
     began = time.perf_counter()
     cubin = variant.compile(arch, compiler)
     seconds = time.perf_counter() - began
-    kept = _write(path, cubin)
+    cached = _write(path, cubin)
     log.info("%s: compiled %s for %s with %s in %.1f s", variant.owner, variant, arch, compiler.name, seconds)
-    return Built(cubin, path if kept else None, seconds)
+    return Built(cubin, path if cached else None, seconds)
 
 
 def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, workers: int) -> Iterator[tuple[Variant, Built]]:
