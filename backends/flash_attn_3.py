@@ -24,13 +24,13 @@ from headway.kernels.runtime.probe import HALF_DTYPES, capability
 
 LATENT_HEAD = (576, 512)
 """head_dim and v_head_dim of DeepSeek's absorbed MLA: the key is the value's 512 elements plus 64 with RoPE."""
-MOST_HEADS_WITH_SINKS = 64
+MAX_HEADS_WITH_SINKS = 64
 WORKSPACE = 256 * 2**20
 """Maximum size of split-KV partial results in bytes. The library sizes them for the longest sequence and allocates them for every
 query token, which could be gigabytes for many extends; such steps fill the GPU without splits."""
 TILE = 128
 """Maximum number of query rows (tokens x heads of a group) per program of the library."""
-MOST_PAIRS = 2**24
+MAX_PAIRS = 2**24
 """Maximum of query tokens x context tokens in a warm-up step. Larger steps use the same kernels as shorter ones."""
 ALIGNMENT = 16
 """Alignment in bytes that TMA requires of rows."""
@@ -132,8 +132,8 @@ class FlashAttention3(AttentionBackend):
             support &= Support.no("sinks", "a library whose operator takes s_aux", f"that of {library.home}")
         if spec.dtype != torch.bfloat16:
             support &= Support.no("sinks", "bfloat16, to which the library rounds them", "another dtype", "--dtype bfloat16")
-        if spec.num_heads > MOST_HEADS_WITH_SINKS or dims[0] != dims[1]:
-            need = f"at most {MOST_HEADS_WITH_SINKS} heads with values as long as keys"
+        if spec.num_heads > MAX_HEADS_WITH_SINKS or dims[0] != dims[1]:
+            need = f"at most {MAX_HEADS_WITH_SINKS} heads with values as long as keys"
             support &= Support.no("sinks", need, f"{spec.num_heads} heads of {dims[0]}/{dims[1]}")
         return support
 
@@ -171,7 +171,7 @@ class FlashAttention3(AttentionBackend):
         seqs = {1, 8, limits.max_num_seqs} if phase is Phase.DECODE else {1, 8}
         for num_seqs, query_len, context_len in product(sorted(seqs), sorted(queries), sorted(contexts)):
             step = [Lengths(query_len, context_len, query_len - 1 if phase is Phase.DECODE else 0)] * num_seqs
-            if fits(step, limits) and fewest <= query_len <= longest and num_seqs * query_len * context_len <= MOST_PAIRS:
+            if fits(step, limits) and fewest <= query_len <= longest and num_seqs * query_len * context_len <= MAX_PAIRS:
                 yield step
 
     def plan(self, metadata: AttentionMetadata) -> FlashStep:

@@ -28,7 +28,7 @@ from headway.kernels.runtime.native.library import (
 )
 
 _LANES = 16
-_MOST_DIM = 256
+_MAX_DIM = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class NativePlan:
     """Plan of one decode step, for all layers."""
 
     step: StepStruct
-    held: tuple[object, ...]
+    referenced: tuple[object, ...]
     """Objects that own the memory to which the structure points."""
 
 
@@ -71,8 +71,8 @@ class NativeAttention(AttentionBackend):
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         support = super().supports(spec, layout, block_size, phase)
         for what, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
-            if dim % _LANES or dim > _MOST_DIM:
-                support &= Support.no(what, f"a multiple of {_LANES} up to {_MOST_DIM}", dim)
+            if dim % _LANES or dim > _MAX_DIM:
+                support &= Support.no(what, f"a multiple of {_LANES} up to {_MAX_DIM}", dim)
         return support
 
     @classmethod
@@ -94,8 +94,8 @@ class NativeAttention(AttentionBackend):
         starts = metadata.query_start_loc_cpu.numpy()
         counts = numpy.diff(starts)
         sequences = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
-        behind = starts[1:][sequences] - 1 - numpy.arange(len(sequences), dtype=numpy.int32)
-        lens = numpy.maximum(metadata.seq_lens_cpu.numpy()[sequences] - behind, 0).astype(numpy.int32)
+        later = starts[1:][sequences] - 1 - numpy.arange(len(sequences), dtype=numpy.int32)
+        lens = numpy.maximum(metadata.seq_lens_cpu.numpy()[sequences] - later, 0).astype(numpy.int32)
         table = metadata.block_table_cpu
         spec = self.spec
         step = StepStruct(

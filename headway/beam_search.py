@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.contract.adapters import LoRARequest
-from headway.core.contract.errors import ConfigError, knows_its_fields
+from headway.core.contract.errors import ConfigError, refuses_unknown_fields
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 from headway.outputs import LogprobsByToken, RequestOutput
@@ -15,7 +15,7 @@ from headway.outputs import LogprobsByToken, RequestOutput
 _MOST_PENALTY = 10  # Largest exponent of the length; scores of long continuations overflow above it
 
 
-@knows_its_fields({}, "docs/sampling.md")
+@refuses_unknown_fields({}, "docs/sampling.md")
 @dataclass
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`, with vLLM's names and meanings."""

@@ -30,9 +30,7 @@ from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 _LOG2E = math.log2(math.e)
 ARGUMENTS = Struct("=8Q4q6i2f")
 """Format of struct Arguments in shape.cuh."""
-_MOST_MAPS = (
-    1024  # Maximum number of cached tensor maps: three per layer, and more if activations have several addresses or sizes
-)
+_MAX_MAPS = 1024  # Maximum number of cached tensor maps: three per layer, and more if activations have several addresses or sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,7 @@ class HopperKernels:
         return known
 
     def _keep(self, key: tuple[object, ...], encoded: bytes) -> bytes:
-        if len(self._maps) >= _MOST_MAPS:
+        if len(self._maps) >= _MAX_MAPS:
             self._maps.clear()
         self._maps[key] = encoded
         return encoded

@@ -36,7 +36,7 @@ ARGUMENTS = Struct("=13Q16q5i2f4x")
 """Format of struct DecodeArguments in decode.cu."""
 TILE = 16
 """Number of keys in a warp's tile."""
-_MOST_COLUMNS = 512  # Maximum of (query rows / 8) x head_dim: accumulators are in registers
+_MAX_COLUMNS = 512  # Maximum of (query rows / 8) x head_dim: accumulators are in registers
 _LOG2E = math.log2(math.e)
 
 
@@ -73,13 +73,13 @@ def config_of(ring: Ring) -> DecodeConfig:
         merge_row_us=0.0,
         merge_launch_us=1.6,
         bytes_per_us=4.1e6,
-        most_rounds=4,
+        max_rounds=4,
     )
 
 
 def row_blocks(rows: int, head_dim: int) -> int:
     """Return the number of 8-row blocks in a tile, for a number of query rows."""
-    return next(count for count in (4, 2, 1) if count == 1 or (count * head_dim <= _MOST_COLUMNS and 4 * count < rows))
+    return next(count for count in (4, 2, 1) if count == 1 or (count * head_dim <= _MAX_COLUMNS and 4 * count < rows))
 
 
 def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
@@ -210,7 +210,7 @@ def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> Kerne
     )
 
 
-class CutDecoding(HopperBackend):
+class SplitDecoding(HopperBackend):
     """Base of H100 and H200 backends whose split schedule is computed by Triton's kernel."""
 
     graph_level = GraphLevel.UNIFORM
@@ -234,13 +234,13 @@ class CutDecoding(HopperBackend):
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
         """Split the sequences into chunks for the lengths that are now on the device."""
-        self._decode.cut_again(plan, metadata.kv_lens)
+        self._decode.split_again(plan, metadata.kv_lens)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
         self._decode.run(q, cache, plan, out, lse)
 
 
-class HopperDecoding(CutDecoding):
+class HopperDecoding(SplitDecoding):
     """CUDA C++ decode for H100 and H200: queries are the narrow operand of the MMAs, and warps do not wait for each other."""
 
     name = "hopper_decode"

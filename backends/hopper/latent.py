@@ -15,10 +15,10 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from headway.backends.hopper.backend import has_rows_of_16_bytes
-from headway.backends.hopper.decode import CutDecoding, setup_of
+from headway.backends.hopper.decode import SplitDecoding, setup_of
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
 from headway.backends.options import Options, count_of
-from headway.backends.triton.chunk_kernel import most_chunks
+from headway.backends.triton.chunk_kernel import max_chunk_count
 from headway.backends.triton.configs import DecodeConfig
 from headway.backends.triton.decode import DecodePlan, NewRows
 from headway.backends.triton.latent_kernel import LatentDecode
@@ -41,10 +41,10 @@ ROWS = 64
 """Number of query rows per tile."""
 KEYS = 64
 """Number of keys per tile."""
-MOST_ROUNDS = 8
+MAX_ROUNDS = 8
 """Maximum number of programs per SM with splits."""
-MOST_PARTS = 10
-"""Maximum number of partial results per SM, 131 KB each. Rounding in the split may exceed MOST_ROUNDS by a quarter."""
+MAX_PARTS = 10
+"""Maximum number of partial results per SM, 131 KB each. Rounding in the split may exceed MAX_ROUNDS by a quarter."""
 THREADS = 384
 ARGUMENTS = Struct("=6Q4q3if")
 """Format of struct LatentArguments in latent.cuh."""
@@ -124,15 +124,15 @@ class HopperLatentDecode(LatentDecode):
         rows = max_query_len * self._spec.num_heads
         return self._tile.rows, min(next_power_of_2(rows), self._tile.rows), -(-rows // self._tile.rows)
 
-    def cuts_evenly(self, programs: int, splits: int) -> bool:
+    def splits_evenly(self, programs: int, splits: int) -> bool:
         """Return True also if rows fill the GPU so often that splitting one long sequence is not worth its partial results."""
-        many = splits == 1 and 3 * programs > 2 * MOST_PARTS * self.multiprocessors
-        return many or super().cuts_evenly(programs, splits)
+        many = splits == 1 and 3 * programs > 2 * MAX_PARTS * self.multiprocessors
+        return many or super().splits_evenly(programs, splits)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Return the maximum size of partial results in bytes. With more programs nothing is split, unless splits are fixed."""
-        fixed = most_chunks(max_num_seqs, self._num_splits, True) * self.tile(1)[2] if self._num_splits else 0
-        most = max(MOST_PARTS * self.multiprocessors, fixed)
+        fixed = max_chunk_count(max_num_seqs, self._num_splits, True) * self.tile(1)[2] if self._num_splits else 0
+        most = max(MAX_PARTS * self.multiprocessors, fixed)
         return most * ROWS * (self._spec.v_head_dim + 1) * 4
 
     def run(
@@ -201,14 +201,14 @@ def config_of(bytes_per_us: float) -> DecodeConfig:
         merge_row_us=0,
         merge_launch_us=2.8,
         bytes_per_us=bytes_per_us,
-        most_rounds=MOST_ROUNDS,
+        max_rounds=MAX_ROUNDS,
     )
 
 
 _HINT = "name triton, which runs on every GPU"
 
 
-class HopperLatent(CutDecoding):
+class HopperLatent(SplitDecoding):
     """CUDA C++ MLA for H100 and H200: a tile of keys is copied once and used as key and value for 64 query rows."""
 
     name = "hopper_mla"

@@ -141,7 +141,7 @@ class TritonAttention(AttentionBackend):
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
         """Split the sequences into chunks for the lengths that are now on the device."""
-        self.decode_kernels.cut_again(plan, metadata.kv_lens)
+        self.decode_kernels.split_again(plan, metadata.kv_lens)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None

@@ -134,7 +134,7 @@ class Chunks:
     )  # The launch, bound at first use: it is part of every graph's replay
 
     def __post_init__(self) -> None:
-        most = most_chunks(len(self.seq_lens), self.splits, self.even)
+        most = max_chunk_count(len(self.seq_lens), self.splits, self.even)
         end = most * CHUNK_FIELDS
         both = torch.empty(end + len(self.seq_lens) * SEQ_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
         object.__setattr__(self, "table", both[:end].view(most, CHUNK_FIELDS))
@@ -169,6 +169,6 @@ class Chunks:
             self._bound.append(bound)
 
 
-def most_chunks(num_seqs: int, splits: int, even: bool) -> int:
+def max_chunk_count(num_seqs: int, splits: int, even: bool) -> int:
     """Return the maximum number of chunks: rounding to nearest adds up to half a chunk per sequence."""
     return num_seqs * splits + (0 if even else num_seqs // 2)

@@ -38,7 +38,7 @@ class DecodeConfig:
     merge_launch_us: float = 0.0
     """Overhead in us of a separate merge launch. 0 means that the last program to arrive merges."""
     bytes_per_us: float = 2.0e6
-    most_rounds: int = 40
+    max_rounds: int = 40
     """Maximum number of programs per SM with splits: with more, merging partial results costs more than better balance gains."""
 
 

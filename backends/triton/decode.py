@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.backends.triton.chunk_kernel import Chunks, cut_sequences, most_chunks
+from headway.backends.triton.chunk_kernel import Chunks, cut_sequences, max_chunk_count
 from headway.backends.triton.configs import INVARIANT_SPLITS, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
-from headway.backends.triton.splits import FAN, choose_cut
+from headway.backends.triton.splits import FAN, choose_split
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, aligned, launches_early, specialised
@@ -28,7 +28,7 @@ for 16)."""
 AHEAD_TILES, AHEAD_SEQUENCES = 4, 16
 """Number of key tiles that a program prefetches to L2 while the previous kernel runs, and maximum number of sequences for it."""
 
-_MOST_STRIDES = (
+_MAX_STRIDES = (
     256  # Maximum number of cached stride combinations: a paged cache has few, growing dense tensors have new ones each step
 )
 
@@ -91,7 +91,7 @@ class Decode:
         self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...], Hashable]] = {}
         """Compile-time constants, strides and the launcher's key, by everything that they depend on."""
         self.launch = Launcher(split_kv_decode)
-        self.launch_cut = Launcher(cut_sequences)
+        self.launch_split = Launcher(cut_sequences)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
         """Return the configurations for a number of query tokens."""
@@ -121,9 +121,9 @@ class Decode:
         elements = self._spec.head_dim + (0 if self._spec.value_in_key else self._spec.v_head_dim)
         key_bytes = elements * self._spec.cache_dtype.itemsize
         items = len(live) * self._spec.num_kv_heads * tiles_m
-        return choose_cut(items, keys, key_bytes, rows, self.multiprocessors, tuple(configs))
+        return choose_split(items, keys, key_bytes, rows, self.multiprocessors, tuple(configs))
 
-    def cuts_evenly(self, programs: int, splits: int) -> bool:
+    def splits_evenly(self, programs: int, splits: int) -> bool:
         """Return whether every sequence is split into `splits` chunks. programs: number of programs without splits."""
         return self._num_splits is not None
 
@@ -132,7 +132,7 @@ class Decode:
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
         config, splits = self.choose(metadata.kv_lens, metadata.max_query_len)
         items, window = self._spec.num_kv_heads * tiles_m, self._spec.sliding_window
-        even = self.cuts_evenly(metadata.num_seqs * items, splits)
+        even = self.splits_evenly(metadata.num_seqs * items, splits)
         chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even)
         results = len(chunks.table) * items * rows if chunks.split else 0
         floats = self.workspace.floats(results * (self._layer.block_dv + 1))
@@ -151,7 +151,7 @@ class Decode:
         self._cut(plan, splits)
         return plan
 
-    def cut_again(self, plan: DecodePlan, kv_lens: list[int]) -> None:
+    def split_again(self, plan: DecodePlan, kv_lens: list[int]) -> None:
         """Split the sequences again for the lengths that are now on the device. kv_lens: these lengths on the host."""
         splits = plan.chunks.splits
         if splits > 1:  # fewer for short sequences: the captured number suits long ones
@@ -160,7 +160,7 @@ class Decode:
 
     def _cut(self, plan: DecodePlan, splits: int) -> None:
         if len(plan.chunks.table):
-            plan.chunks.cut(self.launch_cut, splits)
+            plan.chunks.cut(self.launch_split, splits)
 
     def run(
         self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
@@ -216,7 +216,7 @@ class Decode:
         )
         known = self._constants.get(compiled_for)
         if known is None:
-            if len(self._constants) >= _MOST_STRIDES:
+            if len(self._constants) >= _MAX_STRIDES:
                 self._constants.clear()
             addressing = Addressing.of(cache)
             constants = self._compile_time(plan, cache, addressing, new, lse is not None)
@@ -287,7 +287,7 @@ class Decode:
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Return the maximum size of the partial results in bytes. The split rule limits the number of programs."""
-        items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
+        items = self._spec.num_kv_heads * max_chunk_count(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
         # Splits, plus at most as many chunks that are not split.
-        most = max(items, 2 * self.configs[0].most_rounds * self.multiprocessors)
+        most = max(items, 2 * self.configs[0].max_rounds * self.multiprocessors)
         return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4

@@ -30,7 +30,7 @@ from headway.backends.triton.write_kernel import store_kv
 
 
 @triton.jit
-def ask_for_rows(
+def prefetch_rows(
     base_ptr,  # the head's first element
     table_ptr,
     first,
@@ -268,11 +268,11 @@ def split_kv_decode(
     if AHEAD > 0:  # keys and values are still loaded after the wait, but then from L2
         ahead_table = table_ptr + tl.maximum(seq, 0) * table_stride
         for tile in tl.static_range(AHEAD):
-            ask_for_rows(
+            prefetch_rows(
                 key_ptr + kv_head * k_stride_head, ahead_table, start + tile * BLOCK_N, end, k_stride_block, k_stride_slot,
                 HEAD_DIM, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
-            ask_for_rows(
+            prefetch_rows(
                 value_ptr + kv_head * v_stride_head, ahead_table, start + tile * BLOCK_N, end, v_stride_block, v_stride_slot,
                 V_HEAD_DIM, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip

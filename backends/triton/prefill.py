@@ -111,7 +111,7 @@ class Prefill:
         if self._num_splits == 1:
             return 0
         configs = (self._arch.prefill, self._arch.prefill_short, self._arch.extend, self._arch.extend_gather)
-        rows = max(self._rule(config).most_programs() * config.block_m for config in configs)
+        rows = max(self._rule(config).max_programs() * config.block_m for config in configs)
         return rows * (self._layer.block_dv + 1) * 4
 
     def run(

@@ -105,7 +105,7 @@ def _values(
 
 
 @triton.jit
-def walk(
+def fold_keys(
     q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, end, kv_len, positions,
     newest, slopes,
     score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -277,7 +277,7 @@ def varlen_attention(
         full_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
     if HAS_WINDOW:
-        m, l, acc = walk(
+        m, l, acc = fold_keys(
             q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
             newest,
             slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -285,7 +285,7 @@ def varlen_attention(
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
             PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
-    m, l, acc = walk(
+    m, l, acc = fold_keys(
         q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
         newest,
         slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -293,7 +293,7 @@ def varlen_attention(
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
         PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
-    m, l, acc = walk(
+    m, l, acc = fold_keys(
         q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
         newest,
         slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,

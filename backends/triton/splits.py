@@ -146,7 +146,7 @@ def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n:
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Candidate numbers of splits per sequence. Values between them were measured and gain nothing."""
 
-MOST_WAVES = 4
+MAX_WAVES = 4
 """Maximum number of waves of programs in a prefill or extend whose keys are split."""
 
 FAN = 8
@@ -160,7 +160,7 @@ FEWEST = 2
 
 
 @lru_cache(maxsize=4096)
-def choose_cut(
+def choose_split(
     items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int, configs: Sequence[DecodeConfig]
 ) -> tuple[DecodeConfig, int]:
     """Return the configuration and number of splits with the lowest expected time.
@@ -174,7 +174,7 @@ def choose_cut(
     """
     if keys == 0 or items == 0:
         return configs[0], 1
-    most = max(1, min(-(-keys // configs[0].block_n), configs[0].most_rounds * multiprocessors // items))
+    most = max(1, min(-(-keys // configs[0].block_n), configs[0].max_rounds * multiprocessors // items))
     cuts = [(configs[0], splits) for splits in SPLITS if splits <= most]
     if items >= FEWEST * multiprocessors:
         cuts += [(config, 1) for config in configs[1:]]
@@ -239,7 +239,7 @@ class RunRule:
             rest = count - whole
             before_us = whole // wave * (longest * self.config.residents * self.tile_us() + self.config.wave_us)
             total = int(tiles[whole:].sum())
-            most = min(longest, self.most_programs() // (rest * self.num_kv_heads))
+            most = min(longest, self.max_programs() // (rest * self.num_kv_heads))
             for run in [-(-longest // parts) for parts in PARTS if 1 < parts <= most]:
                 time = before_us + self.expected_us(rest, total, longest, run)
                 if time > 2 * best[0]:
@@ -247,9 +247,9 @@ class RunRule:
                 best = min(best, (time, whole, run))
         return best[1:]
 
-    def most_programs(self) -> int:
+    def max_programs(self) -> int:
         """Return the maximum number of programs in a launch with splits."""
-        return MOST_WAVES * self.multiprocessors * self.config.residents
+        return MAX_WAVES * self.multiprocessors * self.config.residents
 
     def tile_us(self) -> float:
         """Return the time in microseconds of one key tile for a program that does not share its SM."""

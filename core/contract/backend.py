@@ -42,7 +42,7 @@ class Lengths(NamedTuple):
     """Number of draft tokens that a decode verifies: one less than `query_len`."""
 
 
-_MOST_PAIRS = 2**27
+_MAX_PAIRS = 2**27
 """Maximum of query tokens x context tokens in a warm-up step. Larger steps are slow and select no other kernels."""
 
 
@@ -65,7 +65,7 @@ def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
         for num_seqs in powers(room) if decodes else sorted({1, room}):
             for context_len in contexts:
                 if context_len + query_len > limits.max_model_len or (
-                    not decodes and num_seqs * query_len * context_len > _MOST_PAIRS
+                    not decodes and num_seqs * query_len * context_len > _MAX_PAIRS
                 ):
                     continue
                 step = [Lengths(query_len, context_len, query_len - 1 if decodes else 0)] * num_seqs

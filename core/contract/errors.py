@@ -178,7 +178,7 @@ def refuse_unknown(
             raise ConfigError(name, f"an option of {owner}", repr(name), advice)
 
 
-def knows_its_fields(
+def refuses_unknown_fields(
     elsewhere: Mapping[str, str], page: str, translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 ) -> Callable[[C], C]:
     """Return a decorator that makes a dataclass refuse unknown keywords as `refuse_unknown` does.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Self
 
-from headway.core.contract.errors import ConfigError, knows_its_fields
+from headway.core.contract.errors import ConfigError, refuses_unknown_fields
 from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.text import shown
 
@@ -76,7 +76,7 @@ def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return kept
 
 
-@knows_its_fields(_ELSEWHERE, "docs/sampling.md", _in_our_names)
+@refuses_unknown_fields(_ELSEWHERE, "docs/sampling.md", _in_our_names)
 @dataclass
 class SamplingParams:
     """Sampling parameters of a request, with vLLM's names and meanings. A bad value raises ConfigError and never reaches the

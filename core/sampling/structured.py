@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from headway.core.contract.errors import ConfigError, knows_its_fields, refuse_unknown
+from headway.core.contract.errors import ConfigError, refuse_unknown, refuses_unknown_fields
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
@@ -26,7 +26,7 @@ def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in given.items() if name not in ("backend", "disable_fallback")}
 
 
-@knows_its_fields(_ELSEWHERE, "docs/sampling.md", _without_backend)
+@refuses_unknown_fields(_ELSEWHERE, "docs/sampling.md", _without_backend)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """Structured output of a completion. Exactly one of the first six is given; names and meanings are vLLM's."""

@@ -104,7 +104,7 @@ _COPY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _WalkCut:
+class _ScanTiling:
     turned: bool  # True if the state has values as rows: the MMAs then read it from registers
     block_v: int  # Number of elements of the value per program
     warps: int
@@ -241,7 +241,7 @@ class StateScan:
         constants["BLOCKS"] = max(4, 2 * warps)
         launch(self._cut, (spec.num_heads, plan.num_chunks, 1), tensors, numbers, constants, warps, spills=whole or per_key)
 
-        cut = self._walk_cut(plan, block_k, tuning)
+        cut = self._scan_tiling(plan, block_k, tuning)
         recurrent, _ = states(cache, x)
         strides = {name: value for name, value in head_constants(spec, cache).items() if name.startswith("STATE_")}
         constants = {**shared, "BLOCK_V": cut.block_v, **strides, "TURNED": cut.turned}
@@ -251,7 +251,7 @@ class StateScan:
         grid = triton.cdiv(spec.value_dim, cut.block_v), spec.num_heads, plan.num_seqs
         launch(self._walk, grid, tensors, numbers, constants, cut.warps, cut.stages, spills=whole)
 
-    def _walk_cut(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> _WalkCut:
+    def _scan_tiling(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> _ScanTiling:
         spec = self._spec
         whole = max(16, triton.next_power_of_2(spec.value_dim))
         exact = spec.dtype == torch.float32
@@ -265,7 +265,7 @@ class StateScan:
         warps = tuning.walk_warps or (8 if exact or block_v > 64 else 4)
         if self._hopper and (stages < 2 or not self._aligned) and not exact:
             warps = min(warps, 2)  # Triton 3.6 miscompiles wgmma on Hopper if its operands are not pipelined
-        return _WalkCut(turned, block_v, warps, stages)
+        return _ScanTiling(turned, block_v, warps, stages)
 
     def _run_tokens(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ChunkedPlan,

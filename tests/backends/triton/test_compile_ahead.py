@@ -120,7 +120,7 @@ def test_a_decode_over_keys_that_grow_is_compiled_once(monkeypatch: pytest.Monke
         None,
     )
     kernel, cut = Kernel(), Kernel()
-    decode.launch, decode.launch_cut = Launcher(kernel), Launcher(cut)
+    decode.launch, decode.launch_split = Launcher(kernel), Launcher(cut)
     q = torch.empty(1, 4, 64, dtype=SPEC.dtype)
     for length in range(1024, 1064):
         row = torch.empty(1, 2, length, 64, dtype=SPEC.dtype)

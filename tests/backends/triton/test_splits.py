@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.backends.triton.configs import DEFAULT, SM_90, decode_configs
-from headway.backends.triton.splits import FEWEST, RunRule, TileSchedule, choose_cut, expected_us, schedule_tiles
+from headway.backends.triton.splits import FEWEST, RunRule, TileSchedule, choose_split, expected_us, schedule_tiles
 
 pytest.importorskip("triton")
 
@@ -22,7 +22,7 @@ FEW, MANY = SM_90.decode["few"], SM_90.decode["many"]
 
 def cut(batch: int, length: int, block_size: int = 256) -> tuple[str, int]:
     configs = decode_configs(SM_90, 128, 2, block_size, split_rows=False)
-    config, splits = choose_cut(8 * batch, length, KV, 2, H200, configs)
+    config, splits = choose_split(8 * batch, length, KV, 2, H200, configs)
     return ("few" if config == FEW else "many"), splits
 
 
@@ -45,15 +45,15 @@ def test_larger_tiles_serve_many_programs_of_large_blocks() -> None:
 
 
 def test_no_keys_and_no_sequences_need_no_splits() -> None:
-    assert choose_cut(8, 0, KV, 2, H200, (FEW,)) == (FEW, 1)
-    assert choose_cut(0, 10, KV, 2, H200, (FEW,)) == (FEW, 1)
+    assert choose_split(8, 0, KV, 2, H200, (FEW,)) == (FEW, 1)
+    assert choose_split(0, 10, KV, 2, H200, (FEW,)) == (FEW, 1)
 
 
 @given(st.integers(1, 4096), st.integers(1, 10**6), st.integers(1, 200), st.sampled_from([1, 2, 4, 16]))
 def test_the_cut_is_the_cheapest_and_within_its_bounds(items: int, keys: int, multiprocessors: int, rows: int) -> None:
-    config, splits = choose_cut(items, keys, KV, rows, multiprocessors, (FEW, MANY))
+    config, splits = choose_split(items, keys, KV, rows, multiprocessors, (FEW, MANY))
     assert 1 <= splits <= max(1, -(-keys // FEW.block_n))
-    assert splits == 1 or items * splits <= FEW.most_rounds * multiprocessors
+    assert splits == 1 or items * splits <= FEW.max_rounds * multiprocessors
     assert config is FEW or splits == 1
     able = (FEW, MANY) if items >= FEWEST * multiprocessors else (FEW,)
     whole = min(expected_us(each, 1, items, keys, KV, rows, multiprocessors) for each in able)
@@ -81,7 +81,7 @@ def test_the_programs_that_share_keys_fit_the_workspace(tiles: list[int], num_kv
     whole, run = rule.cut(seen)
     parts = -(-seen[whole:] // run)
     assert 0 <= whole < len(seen)
-    assert int(parts[parts > 1].sum()) * num_kv_heads <= rule.most_programs()
+    assert int(parts[parts > 1].sum()) * num_kv_heads <= rule.max_programs()
 
 
 BLOCK_M, BLOCK_N = 16, 16
