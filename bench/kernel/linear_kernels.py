@@ -109,7 +109,7 @@ class TimedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearKernels:
+class LinearCandidates:
     """All kernels for some layers."""
 
     of: Callable[[Tensor], Sequence[TimedProduct]]
@@ -120,22 +120,22 @@ class LinearKernels:
     """Source of the choice: measurement or heuristic."""
 
 
-def linear_kernels_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> LinearKernels:
+def candidates_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> LinearCandidates:
     """Return the kernels for the layers' weights. dtype: element type of x."""
     weight = layers.weights[0]
     if device.type == "cuda":
         return _on_gpu(layers, device)
     if isinstance(weight, Tensor):
         name = PACKED if can_pack(layers.linears[0].dtype) else MM
-        return LinearKernels(lambda x: [TimedProduct(name, _call, layers.linears)])
+        return LinearCandidates(lambda x: [TimedProduct(name, _call, layers.linears)])
     dense = [Linear(each if isinstance(each, Tensor) else each.dequantized(dtype)) for each in layers.weights]
     timed = [TimedProduct(EXPANDED, _call, dense)]
     if layers.linears[0].reads_quantized:
         timed.insert(0, TimedProduct(PACKED, _call, layers.linears))
-    return LinearKernels(lambda x: timed, lambda rows: timed[0].name, "its form")
+    return LinearCandidates(lambda x: timed, lambda rows: timed[0].name, "its form")
 
 
-def _on_gpu(layers: ProductLayers, device: torch.device) -> LinearKernels:
+def _on_gpu(layers: ProductLayers, device: torch.device) -> LinearCandidates:
     """Return the engine's own kernels, chosen by cached times or the heuristic."""
     choice = builtin_kernels(device, ON_GPU).choice(layers.linears[0].spec(device))
     plain = isinstance(layers.weights[0], Tensor)
@@ -148,7 +148,7 @@ def _on_gpu(layers: ProductLayers, device: torch.device) -> LinearKernels:
     def able(x: Tensor) -> list[TimedProduct]:
         return [timed[name] for name in choice.able(len(x))]
 
-    return LinearKernels(able) if plain else LinearKernels(able, choice.kernel_for, choice.source)
+    return LinearCandidates(able) if plain else LinearCandidates(able, choice.kernel_for, choice.source)
 
 
 def _by(kernel: LinearKernel) -> Step:

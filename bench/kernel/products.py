@@ -20,10 +20,10 @@ from torch import Tensor
 
 from headway.bench.kernel.linear_kernels import (
     PLAIN_FORMS,
-    LinearKernels,
+    LinearCandidates,
     ProductLayers,
     TimedProduct,
-    linear_kernels_of,
+    candidates_of,
     tolerance,
 )
 from headway.bench.kernel.results import DevicePeak, peak_of
@@ -171,7 +171,7 @@ def _run_work(
     held = next(name for name, each in PLAIN_FORMS.items() if each == dtype) if form == PLAIN else _FORM_OF[form]
     try:
         layers = ProductLayers.drawn(shape, held, options.device, dtype)
-        kernels = linear_kernels_of(layers, dtype, options.device)
+        kernels = candidates_of(layers, dtype, options.device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         got = f"{shape[0]}x{shape[1]} {form}: {failed(error).reason}"
         raise ConfigError("--linear", f"weights that fit into the memory of {options.device}", got) from error
@@ -185,7 +185,7 @@ def _cell(
     layers: ProductLayers,
     form: str,
     timed: TimedProduct,
-    kernels: LinearKernels,
+    kernels: LinearCandidates,
     x: Tensor,
     options: ProductOptions,
     report: ProductsBench,

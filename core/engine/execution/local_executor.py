@@ -161,10 +161,8 @@ class LocalExecutor:
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
         """One cache per layer."""
-        state_memory = None if states is None or slots is None else states.allocate(slots)
-        self.mover = (
-            None if make_mover is None else make_mover(self.caches, size, None if state_memory is None else state_memory.memory)
-        )
+        saved = None if states is None or slots is None else states.allocate(slots)
+        self.mover = None if make_mover is None else make_mover(self.caches, size, None if saved is None else saved.memory)
         """Copies pages and states to memory outside the device. None without offloading."""
         _check_caches(self.selector, layers.cached, self.caches)
         writers = {layout.name: parts.source.layout(layout.name).writer(self._device) for layout in layouts}
@@ -175,7 +173,7 @@ class LocalExecutor:
             groups=size.page_format.groups,
             latents=latent_layers(model),
             gathering=self.selector.gathering,
-            states=state_memory,
+            states=saved,
         )
         """Attention as the model calls it. Outside of steps, only its shapes are valid."""
         self._hosts = parts.hosts or HostRows(None, {})

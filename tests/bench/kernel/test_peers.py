@@ -12,7 +12,7 @@ from fake_flash_attn_3 import FlashAttn3
 from headway.backends.flash_attn_3_library import Library, Operators
 from headway.bench.kernel import products
 from headway.bench.kernel.contenders import KernelPeer
-from headway.bench.kernel.linear_kernels import FORMS, LinearKernels, ProductLayers, TimedProduct
+from headway.bench.kernel.linear_kernels import FORMS, LinearCandidates, ProductLayers, TimedProduct
 from headway.bench.kernel.products import FORM_NAMES, ProductOptions, ProductTime, run_products_bench
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
 from headway.bench.studies.kernel_peers import all_peers, page_lists, peers_of
@@ -159,11 +159,11 @@ def raises(x: Tensor, linear: Linear) -> Tensor:
 
 
 def test_a_wrong_answer_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> LinearKernels:
+    def spoilt(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> LinearCandidates:
         steps = {"wrong": wrong, "raises": raises, "right": lambda x, linear: linear(x)}
-        return LinearKernels(lambda x: [TimedProduct(name, step, layers.linears) for name, step in steps.items()])
+        return LinearCandidates(lambda x: [TimedProduct(name, step, layers.linears) for name, step in steps.items()])
 
-    monkeypatch.setattr(products, "linear_kernels_of", spoilt)
+    monkeypatch.setattr(products, "candidates_of", spoilt)
     cells = run(forms=["fp8"], rows=(3,))
     assert {way: cell.status for (_, _, way), cell in cells.items()} == {"wrong": "incorrect", "raises": "error", "right": "ok"}
     assert [cell.median_us is None for cell in cells.values()] == [True, True, False]
