@@ -26,7 +26,7 @@ from headway.core.system.json_files import write_json
 from headway.registry import Registry
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.find_table import TunedLayer, find_table, misfits, suffices, tell_left_out, used_table
+from headway.tuning.measure.find_table import TunedLayer, find_table, log_excluded, misfits, suffices, used_table
 from headway.tuning.measure.kinds import MeasuredKind, kind_of, measured_kind
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.prior_check import Extent
@@ -218,7 +218,7 @@ class RegisteredLayer(TunedLayer):
             backends=self.kernels,
             layouts=layouts,
             grid=wanted,
-            turns=TIMER,
+            timer=TIMER,
             budget=seconds,
             output=path,
             resume=resume,
@@ -235,14 +235,14 @@ class RegisteredLayer(TunedLayer):
                 # A backend that failed would fail again. It is tried again once its plugin has another version or other files.
                 failed = {record.name: record.reason for record in old.kernels if record.name in self.kernels and record.reason}
                 options = replace(options, excluded=failed)
-            asked = (self.registry, self.kernels, kind)
-            apart = third_party_files(*asked) and can_measure_in_child(*asked)
-            table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
+            arguments = (self.registry, self.kernels, kind)
+            in_child = third_party_files(*arguments) and can_measure_in_child(*arguments)
+            table = (measure_in_child if in_child else run_kernel_level)(options, self.registry)
         except (HeadwayError, OSError) as error:
             instead = "using the rank order" if old is None else "using the old table as it is"
             log.warning("auto: measuring a crossover table failed, %s: %s", instead, _without_option(error))
             return old
-        tell_left_out(self, table)
+        log_excluded(self, table)
         log.info("auto: %d cells in %.1f s, saved in %s", len(table.cells), time.perf_counter() - started, path)
         if not suffices(table, replace(self, wanted=wanted)):
             log.info("auto: the time budget ended before all required points were measured; the next start continues")

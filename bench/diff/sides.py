@@ -27,7 +27,7 @@ from headway.models.checkpoints.formats.rounding import ON_LOADING
 from headway.models.checkpoints.locate import locate
 from headway.models.layers.decoder import Decoder
 from headway.models.loader import LoadedModel, LoadOptions, load_model
-from headway.tuning.measure.products import choose_products
+from headway.tuning.measure.linear import choose_linear_kernels
 
 AS_STORED = "checkpoint"
 """Value of `--quantization` for a checkpoint's own format, besides the formats for quantization while loading."""
@@ -65,7 +65,7 @@ def load_models(
         got = f"{stored}, which is expanded to {plain} on a {device.type}: both sides would be the same"
         hint = "a GPU, or on a CPU 4 bits in groups of 32 to 256 with --dtype bfloat16"
         raise ConfigError(_OPTION, "weights that products read as they are on this device", got, hint)
-    choose_products(a.decoder.linear_choices, 0)
+    choose_linear_kernels(a.decoder.linear_choices, 0)
     where = f"read as they are by {read} of {count} products" if read else f"expanded to {plain} again"
     weights_a = f"{stored}, {where}" if quantization == AS_STORED else f"rounded to {quantization}, {where}"
     weights_b = f"{stored}, expanded to {plain}" if quantization == AS_STORED else f"the checkpoint's, in {plain}"

@@ -15,7 +15,7 @@ from headway.kernels.linear.choice import ON_GPU, builtin_kernels
 from headway.kernels.linear.cpu_kernels import can_pack
 from headway.kernels.linear.linear import Linear
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.products import linear_layer
+from headway.tuning.measure.linear import linear_layer
 
 _EXACT, _ROUNDED = 1e-2, 8e-2
 _MOST_COPIES = 16

@@ -143,7 +143,7 @@ def _linear(
 
     from headway.kernels.linear.choice import ROWS
     from headway.tuning.measure.device import identify_device
-    from headway.tuning.measure.products import linear_layer
+    from headway.tuning.measure.linear import linear_layer
 
     kernels, on_cpu = registry.linear_kernels(device, invariant=fixed), device.type == "cpu"
     specs = [(linear, linear.spec(device, gated and not on_cpu)) for linear, gated in products]

@@ -206,7 +206,7 @@ def measure_states(
         CrossoverOptions(
             specs[0],
             options.backends,
-            turns=InterleavedTimer(round_ms=options.timer.rep_ms / 3),
+            timer=InterleavedTimer(round_ms=options.timer.rep_ms / 3),
             seed=options.seed,
             output=options.output,
             command=options.command,

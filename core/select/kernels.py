@@ -477,14 +477,14 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
 
     def supports(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
         """Return whether a backend supports a layer, if needed with another backend for its convolution."""
-        whole = self._alone(name, spec, phase, place)
+        whole = self._support_without_helper(name, spec, phase, place)
         if not whole and spec.recurrent and spec.conv_channels and any(True for _ in self._helpers(spec, phase, place)):
-            return self._alone(name, spec.recurrence, phase, place)
+            return self._support_without_helper(name, spec.recurrence, phase, place)
         return whole
 
     def make(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> StateBackend:
         """Make a backend, with another for the convolution if it needs one."""
-        if self._alone(name, spec, phase, place):
+        if self._support_without_helper(name, spec, phase, place):
             return make_state_backend(self.source.backend(name), spec, place.layout)
         recurrence = make_state_backend(self.source.backend(name), spec.recurrence, place.layout)
         helper = self.source.backend(next(self._helpers(spec, phase, place)))
@@ -500,10 +500,10 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
 
     def helper(self, name: str, phase: Phase, place: Placement[StateLayout]) -> str:
         """Return the backend that runs convolutions for another, or "" if it needs none."""
-        lacking = [spec for spec in self.counts if not self._alone(name, spec, phase, place)]
+        lacking = [spec for spec in self.counts if not self._support_without_helper(name, spec, phase, place)]
         return next(self._helpers(lacking[0], phase, place)) if lacking else ""
 
-    def _alone(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
+    def _support_without_helper(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
         support = Support()
         for each in (phase,) if phase is Phase.DECODE else (Phase.PREFILL, Phase.EXTEND):
             support &= self.source.supports(name, spec, place.layout, each)
@@ -516,7 +516,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
 
     def _helpers(self, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Iterator[str]:
         """Yield the backends that can run a layer's convolution separately."""
-        return (name for name in self.source.entries if self._alone(name, spec.convolution, phase, place))
+        return (name for name in self.source.entries if self._support_without_helper(name, spec.convolution, phase, place))
 
 
 def check_names(source: Kernels, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:

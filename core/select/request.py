@@ -60,7 +60,7 @@ class BackendRequest:
             return cls(text, text)
         names: dict[str, str] = {}
         for part in text.split(","):
-            key, _, name = (piece.strip() for piece in part.partition("="))
+            key, _, name = (text_part.strip() for text_part in part.partition("="))
             if key not in ("prefill", "decode") or not name or key in names:
                 raise ConfigError(option, "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
             names[key] = name

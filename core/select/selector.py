@@ -41,7 +41,7 @@ class StepChooser:
         self._choices: dict[tuple[Phase, int, int, int], _Choice | None] = {}
         self._candidates: dict[int, list[str]] = {}
         self._current: dict[Phase, str] = {}
-        self._said: set[Phase] = set()
+        self._reported: set[Phase] = set()
 
     def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
         """Return the backend for a part of a step, or None if nothing was measured. It becomes the current backend of the phase.
@@ -62,8 +62,8 @@ class StepChooser:
         if current is not None and times.get(current, math.inf) <= limit:
             return current
         self._current[phase] = fastest
-        said = f"{phase.value} of {batch} sequences, query_len {key[2]}, kv_len {key[3]}"
-        log.debug("attention: %s: %s (before: %s)", said, fastest, current)
+        step = f"{phase.value} of {batch} sequences, query_len {key[2]}, kv_len {key[3]}"
+        log.debug("attention: %s: %s (before: %s)", step, fastest, current)
         return fastest
 
     def forget(self) -> None:
@@ -85,8 +85,8 @@ class StepChooser:
             shape.phase is Phase.DECODE and shape.query_len == 1
         ):  # only these are captured; verify steps are not limited to graphs
             names = self.decode_candidates(shape.batch)
-        if not self.costs.covers(shape) and shape.phase not in self._said:
-            self._said.add(shape.phase)
+        if not self.costs.covers(shape) and shape.phase not in self._reported:
+            self._reported.add(shape.phase)
             log.info("crossover table: %s is outside the measured range; using the nearest measured edge", shape)
         ranked = self.costs.ranking(shape, names)
         if not ranked:
@@ -362,7 +362,7 @@ class KernelSelector(Generic[S, B, L]):
         why = "auto: no crossover table, rank order" if free else "asked for"
         if self._parts and free:
             choice = MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
-            if (measured := choice.select(able.places, partial(self._serving, self._request))) is not None:
+            if (measured := choice.select(able.places, partial(self._supported, self._request))) is not None:
                 self._chooser = measured[1]
                 return measured[0]
             why = f"auto: {self._parts[0][0].source} has no times for this layout and block size, rank order"
@@ -374,12 +374,12 @@ class KernelSelector(Generic[S, B, L]):
     def _search(self, request: BackendRequest, places: Sequence[Placement[L]], why: str = "") -> Selection[L] | None:
         """Return the first layout and block size with which the request covers every phase."""
         for place in places:
-            names = {phase: next(self._serving(request, phase, place), "") for phase in self._able.specs}
+            names = {phase: next(self._supported(request, phase, place), "") for phase in self._able.specs}
             if all(names.values()):
                 return Selection(place, names, why)
         return None
 
-    def _serving(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> Iterator[str]:
+    def _supported(self, request: BackendRequest, phase: Phase, place: Placement[L]) -> Iterator[str]:
         """Return the kernels that support a phase of every layer under a request, in rank order."""
         return (name for name in self._names(request, phase) if not self._able.reasons(name, phase, place))
 
@@ -395,7 +395,7 @@ class KernelSelector(Generic[S, B, L]):
         """Return an error that explains the nearest layout and block size, and names what would work."""
 
         def unserved(place: Placement[L]) -> list[Phase]:
-            return [phase for phase in self._able.specs if not any(self._serving(self._request, phase, place))]
+            return [phase for phase in self._able.specs if not any(self._supported(self._request, phase, place))]
 
         nearest = min(self._able.places, key=lambda place: len(unserved(place)))
         reasons: list[Reason] = []
@@ -404,8 +404,8 @@ class KernelSelector(Generic[S, B, L]):
                 label = f"{name}, " if self._request.name_for(phase) == AUTO else ""
                 found = self._able.reasons(name, phase, nearest)
                 reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]
-        asked = ", ".join(self._request.names) or AUTO
-        where = f"{self._able.kind.name} backend {asked} ({nearest}, {self._able.first})"
+        wanted = ", ".join(self._request.names) or AUTO
+        where = f"{self._able.kind.name} backend {wanted} ({nearest}, {self._able.first})"
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:

@@ -47,7 +47,7 @@ from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
-from headway.tuning.measure.products import choose_products
+from headway.tuning.measure.linear import choose_linear_kernels
 from headway.tuning.measure.self_test import check_named
 from headway.tuning.measure.timing import SharedBudget
 
@@ -374,7 +374,7 @@ def choose_weight_kernels(
             with budget.part() as seconds:
                 choose_experts([kind], seconds, ahead, registry)
     with clock.part("measuring linear layers"), budget.part() as seconds:
-        choose_products(products, seconds, ahead, registry=registry)
+        choose_linear_kernels(products, seconds, ahead, registry=registry)
 
 
 def _engine(

@@ -32,7 +32,7 @@ from headway.tuning.autotune import TableRequest
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
-from headway.tuning.measure.products import choose_products
+from headway.tuning.measure.linear import choose_linear_kernels
 
 if TYPE_CHECKING:
     from headway.core.contract.kernel import CompileAhead
@@ -123,7 +123,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
         config = prepare_deterministic(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
     choose_experts(decoder.expert_kinds, 0, ahead, registry)  # rank 0 has measured, and stored the times
-    choose_products(decoder.linear_choices, 0, ahead, registry=registry)  # with rank 0's stored times
+    choose_linear_kernels(decoder.linear_choices, 0, ahead, registry=registry)  # with rank 0's stored times
     states = dict.fromkeys(layers.states)
     parts = DeviceParts(
         model=decoder,

@@ -315,11 +315,13 @@ def _after_the_last_draft(self: PlainStates, plan: StateMetadata, row: int, toke
     return PlainStates.targets(self, plan, row, tokens, length)
 
 
-def _turned(state: SequenceState) -> SequenceState:
+def _time_reversed(state: SequenceState) -> SequenceState:
     return replace(state, conv=None if state.conv is None else state.conv.flip(1))
 
 
-def _by_turns(self: PlainStates, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
+def _cyclic_heads(
+    self: PlainStates, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState
+) -> Tensor:
     spec = self.spec
     if not spec.recurrent or spec.kind == MAMBA1:
         return PlainStates.advance(self, parameters, x, gates, state)
@@ -368,11 +370,11 @@ _MISTAKES: dict[str, dict[str, Any]] = {
     "late-checkpoints": {"is_due": lambda self, after, tokens, length: tokens == length},
     # The convolution's inputs are stored newest first, and read back consistently.
     "newest-input-first": {
-        "begin": lambda self, cache, slot, context: _turned(PlainStates.begin(self, cache, slot, context)),
-        "keep": lambda self, cache, slot, state: PlainStates.keep(self, cache, slot, _turned(state)),
+        "begin": lambda self, cache, slot, context: _time_reversed(PlainStates.begin(self, cache, slot, context)),
+        "keep": lambda self, cache, slot, state: PlainStates.keep(self, cache, slot, _time_reversed(state)),
     },
     # State heads are assigned to key heads cyclically.
-    "wrong-key-heads": {"advance": _by_turns},
+    "wrong-key-heads": {"advance": _cyclic_heads},
     # Reads every layout as the one of transformers if the sizes allow it.
     "transposes-states": {
         "begin": lambda self, cache, *place: PlainStates.begin(self, _transposed(self, cache), *place),

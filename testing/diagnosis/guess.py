@@ -23,7 +23,7 @@ _LONG = 600
 """Maximum number of tokens of a sequence for which all mistakes can be tried quickly."""
 _PATIENCE = 3.0
 """Maximum seconds for trying mistakes for a step."""
-_SAID = 2
+_MAX_NAMED = 2
 """Maximum number of mistakes to name if several give the same answer."""
 _ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
 """Relative errors below these result from factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
@@ -76,8 +76,8 @@ class Wrong:
         keys, values = self.row.kv()
         if (window := self.row.spec.sliding_window) is not None:  # blocks before the window are a shared block of zeros
             size = self.row.cache.block_size
-            behind = max(self.row.context - window + 1, 0) // size * size
-            keys[:behind] = values[:behind] = 0.0
+            before_window = max(self.row.context - window + 1, 0) // size * size
+            keys[:before_window] = values[:before_window] = 0.0
         return keys, values
 
     def attend(self, **changes: object) -> Tensor:
@@ -181,8 +181,8 @@ def stale(wrong: Wrong) -> Answers:
         if earlier != row.kv_len:
             yield "matches stale lengths: those of an earlier step, of the capture or of the host", _at_length(row, earlier)
     for before in dict.fromkeys(wrong.earlier_blocks):
-        kept = torch.tensor([*before, *[0] * len(row.blocks)])[: len(row.blocks)]
-        yield "matches the blocks that its row had in a step before: a plan that is kept too long", _over(row, kept)
+        old_blocks = torch.tensor([*before, *[0] * len(row.blocks)])[: len(row.blocks)]
+        yield "matches the blocks that its row had in a step before: a plan that is kept too long", _over(row, old_blocks)
     for place, peer in wrong.peers.items():
         if peer.kv_len not in (row.kv_len, *wrong.earlier):
             yield f"matches the length of {place}", _at_length(row, peer.kv_len)
@@ -234,13 +234,13 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float) -> st
         for name, answer in _answers_of(concept, first):
             if time.monotonic() > until:
                 break
-            error = _apart(first, answer)
+            error = _relative_distance(first, answer)
             if error <= most and all(_explains(concept, name, each, tolerance) for each in others):
                 found += [] if any(_changes(concept, name, each, tolerance) for each in fine) else [(error, name)]
     least = min((error for error, _ in found), default=0.0)
     names = list(dict.fromkeys(name for error, name in found if error <= max(2 * least, tolerance)))
-    more = ", or another of its kind" if len(names) > _SAID else ""
-    return ", or: ".join(names[:_SAID]) + more if names else _precision(wrong)
+    more = ", or another of its kind" if len(names) > _MAX_NAMED else ""
+    return ", or: ".join(names[:_MAX_NAMED]) + more if names else _precision(wrong)
 
 
 def _answers_of(concept: Callable[[Wrong], Answers], wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
@@ -257,7 +257,7 @@ def _telling(wrong: Wrong) -> int:
     return row.kv_len if little else -row.kv_len * row.query_len
 
 
-def _apart(wrong: Wrong, answer: Tensor) -> float:
+def _relative_distance(wrong: Wrong, answer: Tensor) -> float:
     """Return the relative distance between an output and a mistake's answer. Values below float32's range may be zero."""
     size = max(float(answer.norm()), 1e-6 * float(wrong.right.norm()))
     return float((wrong.out.double() - answer).norm()) / size if bool(answer.any()) else math.inf
@@ -268,7 +268,7 @@ def _explains(concept: Callable[[Wrong], Answers], name: str, wrong: Wrong, tole
     well."""
     within = max(4 * tolerance, _CLEARLY * distance(wrong.out, wrong.right))
     return any(
-        name == other and (_apart(wrong, answer) if answer.any() else float(wrong.out.norm())) <= within
+        name == other and (_relative_distance(wrong, answer) if answer.any() else float(wrong.out.norm())) <= within
         for other, answer in _answers_of(concept, wrong)
     )
 

@@ -80,8 +80,8 @@ def spans(numbers: Sequence[int]) -> str:
             found[-1][1] = number
         else:
             found.append([number, number])
-    said = [f"{first} to {last}" if last > first else f"{first}" for first, last in found[:_LISTED]]
-    return ", ".join(said) + (", ..." if len(found) > _LISTED else "")
+    words = [f"{first} to {last}" if last > first else f"{first}" for first, last in found[:_LISTED]]
+    return ", ".join(words) + (", ..." if len(found) > _LISTED else "")
 
 
 _ROWS = 7
@@ -166,9 +166,9 @@ def _of_codes(weight: Int4Weight) -> Iterator[tuple[str, Weight]]:
 
 def _places(wrong: Tensor) -> str:
     """Return the wrong rows and columns in words; "" if all are wrong."""
-    said = []
+    words = []
     for axis, name in ((1, "rows"), (0, "columns")):
         bad = wrong.any(axis)
         if bool(bad.any()) and not bool(bad.all()):
-            said.append(f"{name} {spans(bad.nonzero().flatten().tolist())} alone, of {len(bad)}")
-    return f"wrong in {' and '.join(said)}" if said else ""
+            words.append(f"{name} {spans(bad.nonzero().flatten().tolist())} alone, of {len(bad)}")
+    return f"wrong in {' and '.join(words)}" if words else ""

@@ -26,7 +26,7 @@ _CLEARLY = 0.25
 """A mistake matches a result if their distance is below this fraction of the distance from mistake to correct answer."""
 _PATIENCE = 4.0
 """Maximum seconds for trying mistakes."""
-_SAID = 2
+_MAX_NAMED = 2
 """Maximum number of mistakes to name if several give the same answer."""
 _CHUNKS = (64, 16, 32, 128, 8, 256, 512, 1024)
 Mistakes = Iterator[tuple[str, Rules]]
@@ -53,15 +53,15 @@ def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
     for name, rules in mistakes(case):
         if time.monotonic() > until:
             break
-        error = _apart(wrong.found, wrong.parts(answer(case, rules, wrong.rows)), expected)
+        error = _remaining_distance(wrong.found, wrong.parts(answer(case, rules, wrong.rows)), expected)
         if error < 1 and (not fine.rows or _leaves(fine, fine.parts(answer(case, rules, fine.rows)), tolerance)):
             found.append((error, name))
     least = min(found, default=(0.0, ""))[0]
     names = [name for error, name in sorted(found) if error <= max(2 * least, 1e-3)]
-    return ", or: ".join(names[:_SAID])
+    return ", or: ".join(names[:_MAX_NAMED])
 
 
-def _apart(found: Sequence[Tensor], mistaken: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _remaining_distance(found: Sequence[Tensor], mistaken: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest remaining distance relative to the allowed one; at most 1 if the mistake explains all parts."""
     shares = []
     for got, other, want in zip(found, mistaken, expected, strict=True):
@@ -118,8 +118,8 @@ def _beginnings(case: StateCase) -> Mistakes:
     if spec.recurrent:
         yield "ignores the recurrence's state", changed(lambda state: replace(state, recurrent=zeros.recurrent))
     if spec.recurrent and spec.key_dim == spec.value_dim:
-        turned = changed(lambda state: replace(state, recurrent=_of(state.recurrent).transpose(-1, -2)))
-        yield f"state transposed: takes layout {case.cache.layout.name} for its transpose", turned
+        transposed = changed(lambda state: replace(state, recurrent=_of(state.recurrent).transpose(-1, -2)))
+        yield f"state transposed: takes layout {case.cache.layout.name} for its transpose", transposed
     yield "reads the slot that it writes, out_slots, in place of slots", of_slot(lambda row: int(metadata.out_slots_cpu[row, 0]))
     yield "reads the slot of the sequence's number in place of slots", of_slot(lambda row: row)
     others = len(metadata.slots_cpu)

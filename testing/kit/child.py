@@ -21,7 +21,7 @@ from headway.testing.kit.subject import brought_by
 
 def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
     """Answer requests until the input ends. model: model whose layers are tested; "" means the kit's own."""
-    told = open_replies()
+    replies = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
     kit: Kit | None = None
@@ -29,15 +29,15 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
         request = message_of(line)
         try:
             if "brought" in request:
-                reply(told, {"targets": brought_by(plugins)})
+                reply(replies, {"targets": brought_by(plugins)})
                 continue
             if kit is None:
                 kit = make_kit(target, device, plugins, model)
-            reply(told, _answer(kit, device, request))
+            reply(replies, _answer(kit, device, request))
         except HeadwayError as error:
-            reply(told, {"error": str(error)})
+            reply(replies, {"error": str(error)})
         except Exception as error:
-            reply(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
+            reply(replies, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
 
 
 def _lost_gpu(device: str) -> str:

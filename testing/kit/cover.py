@@ -103,8 +103,8 @@ def read_model_layers(model: str, device: torch.device) -> Mapping[str, ModelLay
         if cached in kind.expanded:
             specs[f"{numbers[0]}{EXPANDED}"] = kind.expanded[cached]
         for name, spec in specs.items():
-            told = spec if spec.sinks is None else replace(spec, sinks=decisive_sinks(spec.num_heads))
-            found[name] = ModelLayer(name, told, numbers, len(kind.cached), kind.phases_of(spec))
+            shown_spec = spec if spec.sinks is None else replace(spec, sinks=decisive_sinks(spec.num_heads))
+            found[name] = ModelLayer(name, shown_spec, numbers, len(kind.cached), kind.phases_of(spec))
     return found
 
 
@@ -138,7 +138,7 @@ def layer_cells(
     yield from many_steps(layer.cell.plain("answer", layout=whole[0], block_size=whole[1]), served[whole])
 
 
-def layer_serves(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
+def layer_support(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
     """Return in which phases a subject supports a layer, and the reasons for the others.
 
     :raises Skipped: if no phase is supported, with the reasons.

@@ -203,8 +203,8 @@ class CellProcess:
 
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         if self._process is None:
-            told = self.target, self.device, str(self.threads), self.model
-            command = python_command("headway.testing.kit.child", *told, *self.plugins)
+            arguments = self.target, self.device, str(self.threads), self.model
+            command = python_command("headway.testing.kit.child", *arguments, *self.plugins)
             limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
             if self.sanitizer is not None:
                 command, limits = self.sanitizer.command(command), limits | ENVIRONMENT

@@ -178,7 +178,7 @@ class Session:
         inputs = [self._inputs(buffers, positions) for buffers in self.buffers]
         step = StepTensors(metadata, inputs, [], [], slice(count - padding_rows, count))
         for given in inputs:
-            given.out[step.padding] = _LEFT_ALONE
+            given.out[step.padding] = _PADDING_VALUE
         start = 0
         for turn in work:
             step.tokens.append(slice(start, start + turn.query_len))
@@ -259,8 +259,8 @@ class Session:
     def _seen(self, seq: Tokens) -> list[int]:
         """Return the blocks of a sequence's table, with blocks that no later query sees replaced."""
         window = self.spec.sliding_window
-        behind = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
-        return [self._null] * behind + seq.blocks[behind:]
+        num_freed = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
+        return [self._null] * num_freed + seq.blocks[num_freed:]
 
     def _inputs(self, buffers: StepInputs, positions: Tensor) -> StepInputs:
         given = buffers.first(len(positions))
@@ -345,13 +345,13 @@ def _guards(step: StepTensors, layer: int) -> None:
         )
 
 
-_LEFT_ALONE = 192.0
+_PADDING_VALUE = 192.0
 """Value of padding rows of `out` before a step; every dtype represents it."""
 
 
 def _padding(step: StepTensors, layer: int) -> None:
     padding = step.inputs[layer].out[step.padding]
-    if bool(((padding != _LEFT_ALONE) & (padding != 0)).any()):
+    if bool(((padding != _PADDING_VALUE) & (padding != 0)).any()):
         raise Finding(
             f"layer {layer}: the output of padding rows (length 0) must be left alone or zero; it holds other values",
             guess="writes padding rows",
@@ -443,7 +443,7 @@ def _guessed(
     numbers: indices of these sequences. bad: those with an error beyond rounding. right: correct answers.
     """
     try:
-        with _beside(step.inputs[layer].out):
+        with _on_device_of(step.inputs[layer].out):
             wrong = [_wrong(session, step, layer, number, right) for number in numbers]
             fine = [_wrong(session, step, layer, number, right) for number in _fine(step, bad)]
             computed = [each for each in wrong if not bool(each.out.isnan().any())]
@@ -460,7 +460,7 @@ def _guessed(
     return "" if bad else "a rounding that is coarser than the declared tolerance"
 
 
-def _beside(tensor: Tensor) -> AbstractContextManager[object]:
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which new tensors are on the step's device; it is a no-op on a CPU, where it would slow every torch
     call."""
     return nullcontext() if tensor.device.type == "cpu" else tensor.device

@@ -33,7 +33,7 @@ _LAYER = "right in the first layer: keeps something of a layer, its weights or i
 
 
 @dataclass(frozen=True)
-class Served:
+class StateParts:
     """Backends for prompts and extends, and for decode: the subject, or the reference for what it does not support."""
 
     scans: StateBackend
@@ -41,7 +41,7 @@ class Served:
     tolerance: float
 
     @classmethod
-    def of(cls, stage: StateStage, cell: StateCell) -> Served:
+    def of(cls, stage: StateStage, cell: StateCell) -> StateParts:
         """Return the backends for a layer.
 
         :raises Skipped: if the subject supports neither part.
@@ -102,7 +102,7 @@ class StateSession:
     A freed slot is reused next. Every second one is filled with NaN; the others keep their contents.
     """
 
-    def __init__(self, served: Served, spec: StateSpec, layout: StateLayout, num_slots: int = 64, seed: int = 0) -> None:
+    def __init__(self, served: StateParts, spec: StateSpec, layout: StateLayout, num_slots: int = 64, seed: int = 0) -> None:
         self.served = served
         self.spec = spec
         self.generator = torch.Generator().manual_seed(seed)
@@ -255,7 +255,7 @@ class StateSession:
 _SIDE_BY_SIDE = 4
 _LENGTHS = (20, 64, 33, 90, 41, 7)
 """Tokens of the sequences that follow the first three, each started when another has ended."""
-_CUTS = (1, 2, 64, 3, 5, 37)
+_CHUNK_SIZES = (1, 2, 64, 3, 5, 37)
 """New tokens of a prompt per step: fewer than the convolution's inputs, a whole chunk, and parts of one."""
 
 
@@ -305,7 +305,7 @@ class Course:
         if seq.done and (number + self._steps) % 2:
             held = min(seq.left, 1 + draw % (self._drafts + 1))
             return StateTurn(seq, min(held + draw % 3, self._drafts + 1), accepted=held)
-        return StateTurn(seq, min(seq.left, _CUTS[draw % len(_CUTS)]))
+        return StateTurn(seq, min(seq.left, _CHUNK_SIZES[draw % len(_CHUNK_SIZES)]))
 
     def _change_slots(self, running: list[StateTokens]) -> None:
         """Restore, fork and move states between steps, as an engine does without the backend."""

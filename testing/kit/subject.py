@@ -167,8 +167,8 @@ def subject_of(
 ) -> Subject:
     """Register a class under its own name or, if that is taken, under a derived name, together with its layouts."""
     kind = kind_of_class(found)
-    beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
-    registry = create_registry(beside, load_entry_points=module is not None)
+    extra_plugins: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
+    registry = create_registry(extra_plugins, load_entry_points=module is not None)
     kernels = registry.of(kind)
     taken = found.name in kernels.entries
     if taken and kernels.backend(found.name) is found:

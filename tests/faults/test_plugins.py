@@ -382,7 +382,7 @@ def test_a_shape_that_crashes_the_process_excludes_that_backend_alone(
         block_sizes=(16,),
         grid=GRID,
         refine=0,
-        turns=QUICK_BENCH,
+        timer=QUICK_BENCH,
         budget=60,
         output=table,
         interruptible=False,

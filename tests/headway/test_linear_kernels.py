@@ -35,7 +35,7 @@ from headway.kernels.linear.linear import Applied, Linear
 from headway.models.layers.decoder import Decoder
 from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
-from headway.tuning.measure.products import choose_products
+from headway.tuning.measure.linear import choose_linear_kernels
 from headway.tuning.measure.timing import InterleavedTimer, Timing
 from plain_models import sizes
 from quantized_models import FORMATS, save_both
@@ -138,7 +138,9 @@ MINE_US = [10.0]
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Have starts measure linear layers, and nothing else; the third party's kernel takes this many microseconds."""
     monkeypatch.setattr(
-        assembly, "choose_products", lambda choices, *_, registry: choose_products(choices, 60.0, timer=Told(), registry=registry)
+        assembly,
+        "choose_linear_kernels",
+        lambda choices, *_, registry: choose_linear_kernels(choices, 60.0, timer=Told(), registry=registry),
     )
     MINE_US[:] = [10.0]
     return MINE_US
@@ -338,7 +340,9 @@ def test_a_kernel_is_handed_the_parts_that_it_claims(
     assert Whole.parts == handed
     rows = {name: [us] * len(ROW_COUNTS) for name, us in (("whole", 1.0), ("torch", 2.0), ("onednn", 3.0))}
     times = AxisTimes(ROWS, rows, "a test")
-    monkeypatch.setattr(assembly, "choose_products", lambda choices, *_, registry: [each.use_times(times) for each in choices])
+    monkeypatch.setattr(
+        assembly, "choose_linear_kernels", lambda choices, *_, registry: [each.use_times(times) for each in choices]
+    )
     llm = serve(tmp_path, claiming)
     assert kernels_of(llm) == {"whole"}
     claiming.apply_fused = raises_fused  # type: ignore[assignment]

@@ -76,7 +76,7 @@ def test_a_model_runs_before_attention_is_measured_but_not_before_its_products_a
 
     monkeypatch.setattr(assembly, "sampling_of", note("run", TORCH_SAMPLING))
     monkeypatch.setattr(assembly, "costs_for", note("attention", None))
-    monkeypatch.setattr(assembly, "choose_products", note("products", None))
+    monkeypatch.setattr(assembly, "choose_linear_kernels", note("products", None))
     monkeypatch.setattr(Decoder, "linear_choices", [None] if quantised else [])
     LLM(str(tiny_model_folder), kv_cache_memory="8MiB", num_threads=1, block_size=16)
     order = list(dict.fromkeys(order))  # times of states are asked for as those of attention

@@ -23,7 +23,7 @@ POINTS = [Point("decode", 4, 1, 100), Point("verify", 2, 4, 70), Point("prefill"
 def test_the_table_of_a_gpu_has_graphs_and_host_times(registry: Registry) -> None:
     spec = make_spec(GEOMETRY, torch.bfloat16, None, torch.device("cuda"))
     table = run_kernel_level(
-        quick(spec=spec, backends=["triton", "sdpa"], grid=POINTS, turns=InterleavedTimer(1, 0.1), graph_len=512), registry
+        quick(spec=spec, backends=["triton", "sdpa"], grid=POINTS, timer=InterleavedTimer(1, 0.1), graph_len=512), registry
     )
     assert table.complete
     assert table.graph_len == 512

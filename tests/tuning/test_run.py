@@ -21,7 +21,7 @@ from headway.registry import Registry, create_registry
 from headway.tuning.measure import run as module
 from headway.tuning.measure import self_test as selftest
 from headway.tuning.measure.points import GRIDS, PHASES, Point, grid, held_out
-from headway.tuning.measure.run import losers, run_kernel_level, surviving_pairs
+from headway.tuning.measure.run import run_kernel_level, slower_candidates, surviving_pairs
 from headway.tuning.table.files import read_table
 from headway.tuning.table.schema import Cell, CrossoverTable
 from tables import POINTS, QUICK, SPEC, a_cell, quick
@@ -150,7 +150,7 @@ def change_q_and_raise(q, cache):
 def test_a_backend_that_spoils_what_all_share_is_blamed_alone(number: int, act: object, status: str, reason: str) -> None:
     registry = with_backend("odd", decode=at_call(number, act))
     table = run_kernel_level(
-        quick(backends=["odd", "sdpa"], grid=[Point("decode", 5, 1, 40)], turns=replace(QUICK, long_ms=1e9)), registry
+        quick(backends=["odd", "sdpa"], grid=[Point("decode", 5, 1, 40)], timer=replace(QUICK, long_ms=1e9)), registry
     )  # a busy machine gives nobody up
     cells = by_backend(table, "decode", "5q1s40")
     assert (cells["odd"].status, cells["odd"].median_us) == (status, None)
@@ -265,12 +265,12 @@ def cells(**times: tuple[float, ...]) -> list[Cell]:
 
 def test_halving_gives_up_who_never_comes_near() -> None:
     found = cells(best=(10, 20, 30), near=(40, 22, 90), far=(30, 60, 90), farther=(90, 90, 90))
-    dropped = losers(found, "decode", ["best", "near", "far", "farther"])
+    dropped = slower_candidates(found, "decode", ["best", "near", "far", "farther"])
     assert set(dropped) == {"far", "farther"} or set(dropped) == {"farther"}
     assert "near" not in dropped
     assert "3.00 times" in dropped["farther"]
-    assert losers(found, "prefill", ["best", "far"]) == {}
-    assert losers(cells(only=(10, 10)), "decode", ["only"]) == {}
+    assert slower_candidates(found, "prefill", ["best", "far"]) == {}
+    assert slower_candidates(cells(only=(10, 10)), "decode", ["only"]) == {}
 
 
 def test_halving_keeps_the_better_layouts() -> None:

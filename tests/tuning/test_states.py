@@ -101,7 +101,7 @@ def registry_of(*backends: object) -> Registry:
 
 def measure(*backends: type[TorchStates], **changes: Any) -> CrossoverTable:
     names = ["torch", *(each.name for each in backends)]  # none for a GPU, where there is one
-    options = CrossoverOptions(**{"spec": LAYER, "grid": GRID, "turns": QUICK, "backends": names, **changes})
+    options = CrossoverOptions(**{"spec": LAYER, "grid": GRID, "timer": QUICK, "backends": names, **changes})
     return run_kernel_level(options, registry_of(*backends))
 
 
@@ -116,7 +116,7 @@ def selected(registry: Registry, specs: Sequence[StateSpec], costs: Mapping[Stat
 
 
 def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
-    table = measure(Twin, turns=replace(QUICK, long_ms=math.inf))  # however busy the machine is, none is given up
+    table = measure(Twin, timer=replace(QUICK, long_ms=math.inf))  # however busy the machine is, none is given up
     assert table.complete
     assert len(table.cells) == len(GRID) * 2 * 2
     assert {cell.layout for cell in table.cells} == {"key_value", "value_key"}
@@ -234,7 +234,7 @@ def test_a_plugin_that_crashes_ends_its_process_and_no_start(tmp_path: Path) -> 
     file = tmp_path / "in_a_file.py"
     file.write_text(CRASHES)
     registry = create_registry([f"{file}:Filed"], load_entry_points=False)
-    options = CrossoverOptions(LAYER, ["filed", "torch"], grid=GRID, turns=QUICK, budget=60.0, output=tmp_path / "states.json")
+    options = CrossoverOptions(LAYER, ["filed", "torch"], grid=GRID, timer=QUICK, budget=60.0, output=tmp_path / "states.json")
     table = measure_in_child(options, registry)
     reason = {record.name: record.reason for record in table.kernels}
     assert reason["filed"].startswith(f"{CRASHED} in scan 1q70")

@@ -79,7 +79,7 @@ class TrialSteps:
         self.remarks: list[str] = []
         self.details: list[str] = []
 
-    def tell(self, **message: Any) -> None:
+    def report(self, **message: Any) -> None:
         """Write one JSON line to the pipe."""
         os.write(self._pipe, json.dumps(message).encode() + b"\n")
 
@@ -90,7 +90,7 @@ class TrialSteps:
 
         :raises Fault: if the step has a fault.
         """
-        self.tell(stage=what)
+        self.report(stage=what)
         try:
             yield
         except Fault:
@@ -132,7 +132,7 @@ def run(plugin: PluginSource, device: str, pipe: int) -> None:
         _try(trial, plugin, device)
     except Fault as found:
         fault = str(found)
-    trial.tell(verdict={"fault": fault, "remarks": trial.remarks, "details": "\n".join(trial.details)})
+    trial.report(verdict={"fault": fault, "remarks": trial.remarks, "details": "\n".join(trial.details)})
 
 
 def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
@@ -330,7 +330,7 @@ than any useful limit."""
 
 
 @dataclass
-class _Said:
+class _PipeReader:
     """Messages read from the pipe of a plugin's process."""
 
     pipe: int
@@ -368,11 +368,11 @@ def judge(plugin: PluginSource, device: str, seconds: float, private: int | None
             try:
                 if private is not None:
                     os.close(private)
-                _run_alone(plugin, device, write, errors.fileno())
+                _run_in_fork(plugin, device, write, errors.fileno())
             finally:
                 os._exit(0)
         os.close(write)
-        verdict = _follow(pid, _Said(read), started + seconds, seconds)
+        verdict = _follow(pid, _PipeReader(read), started + seconds, seconds)
         os.close(read)
         errors.seek(0)
         printed = errors.read().decode(errors="replace")[-_MOST_OUTPUT:].strip()
@@ -381,7 +381,7 @@ def judge(plugin: PluginSource, device: str, seconds: float, private: int | None
     return replace(verdict, details=details, seconds=took, date=time.strftime("%Y-%m-%d %H:%M"))
 
 
-def _run_alone(plugin: PluginSource, device: str, pipe: int, errors: int) -> None:
+def _run_in_fork(plugin: PluginSource, device: str, pipe: int, errors: int) -> None:
     """Try a plugin in this process, which is a fork made for it."""
     die_with_parent()
     # Only the plugin's own exit functions and garbage are tried: those of libraries loaded before may not survive a fork.
@@ -396,21 +396,21 @@ def _run_alone(plugin: PluginSource, device: str, pipe: int, errors: int) -> Non
     run(plugin, device, pipe)
 
 
-def _follow(pid: int, said: _Said, until: float, seconds: float) -> Verdict:
+def _follow(pid: int, reader: _PipeReader, until: float, seconds: float) -> Verdict:
     """Wait for a plugin's verdict or for the end of its process, then kill its process group."""
     status = None
-    while said.verdict is None and status is None and time.monotonic() < until:
+    while reader.verdict is None and status is None and time.monotonic() < until:
         ended, found = os.waitpid(pid, os.WNOHANG)
         status = found if ended else None
-        said.read()
-    verdict = said.verdict
+        reader.read()
+    verdict = reader.verdict
     if verdict is None and status is None:
         os.kill(pid, signal.SIGABRT)  # faulthandler then writes the stack
         time.sleep(_DUMP_SECONDS)
-        verdict = Verdict(f"hangs in {said.stage}: no answer within {seconds:.3g} s")
+        verdict = Verdict(f"hangs in {reader.stage}: no answer within {seconds:.3g} s")
     elif verdict is None:
         assert status is not None
-        verdict = Verdict(f"ends the process in {said.stage}: it {how_it_ended(os.waitstatus_to_exitcode(status))}")
+        verdict = Verdict(f"ends the process in {reader.stage}: it {how_it_ended(os.waitstatus_to_exitcode(status))}")
     elif not verdict.fault and _outlives(pid):
         verdict = replace(verdict, fault="leaves a process running that it has started")
     with suppress(ProcessLookupError, PermissionError):
@@ -454,7 +454,7 @@ def _measure(request: Mapping[str, Any], replies: TextIO) -> None:
     options = replace(options, compile_ahead=compile_ahead(options.spec.device))
     try:
         registry = create_registry(request["plugins"], block=request["block"])  # these plugins have already passed their trial
-        run_kernel_level(options, registry, tell=lambda at, point: reply(replies, {"at": at, "point": point}))
+        run_kernel_level(options, registry, report=lambda at, point: reply(replies, {"at": at, "point": point}))
     except (HeadwayError, OSError) as error:
         reply(replies, {"error": str(error)})
     else:

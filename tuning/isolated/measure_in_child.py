@@ -115,8 +115,8 @@ def _written(path: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _blamed(at: str, said: str, files: dict[str, str]) -> list[str]:
+def _blamed(at: str, output: str, files: dict[str, str]) -> list[str]:
     """Return the backends at fault: those whose files are in the crash's stack dump, else those about to be called, else all of
     `files`."""
-    named = [name for name, file in files.items() if file and f"{_DUMP}{file}" in said]
+    named = [name for name, file in files.items() if file and f"{_DUMP}{file}" in output]
     return named or [name for name in files if name in at.split(",")] or list(files)

@@ -18,7 +18,7 @@ from headway.core.contract.ranks import AllReduceKernel, RankGroup
 from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums
 from headway.core.select.costs import AxisTimes
 from headway.registry.records import BUILTIN_OWNER
-from headway.tuning.measure.counted_layer import TURNS, CountedLayer, Times, timed_table
+from headway.tuning.measure.counted_layer import INTERLEAVED, CountedLayer, Times, timed_table
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import find_table, usable_table
 from headway.tuning.measure.measure_point import new_cell
@@ -91,8 +91,8 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
         times, source = AxisTimes(BYTES, to_times(table, SIZES), source_of(table)), source_of(table)
 
     def serving(count: int) -> str:
-        takers = [name for name, most in able.items() if most is None or count <= most]
-        return (times.fastest(count, takers) if times is not None else None) or takers[0 if times is None else -1]
+        candidates = [name for name, most in able.items() if most is None or count <= most]
+        return (times.fastest(count, candidates) if times is not None else None) or candidates[0 if times is None else -1]
 
     return {**common, "ways": BYTES.changes(serving), "by": source}
 
@@ -100,7 +100,7 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
 def sum_layer(ranks: TorchRanks) -> SumLayer:
     """Return the all-reduce of the ranks as a layer that can be measured."""
     names, wanted = [each.name for each in ranks.sums], counted_points("bytes", SIZES)
-    return SumLayer(_record(ranks.size), identify_device(ranks.device), names, wanted, ranks.device, TURNS, None, ranks)
+    return SumLayer(_record(ranks.size), identify_device(ranks.device), names, wanted, ranks.device, INTERLEAVED, None, ranks)
 
 
 def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:

@@ -38,7 +38,7 @@ class GuardedInputs:
         self._small = small
         self._large = large
         self._rebuild = rebuild
-        self._kept = {name: tensor.clone() for name, tensor in small.items()}
+        self._copies = {name: tensor.clone() for name, tensor in small.items()}
         self._sums = {name: _bits(tensor) for name, tensor in large.items()}
 
     @classmethod
@@ -55,10 +55,10 @@ class GuardedInputs:
 
         :raises InputsChangedError: if inputs differ. The message names them, and they have been restored.
         """
-        changed = [name for name, tensor in self._small.items() if not torch.equal(tensor, self._kept[name])]
+        changed = [name for name, tensor in self._small.items() if not torch.equal(tensor, self._copies[name])]
         large = [name for name, tensor in self._large.items() if (with_cache or changed) and _bits(tensor) != self._sums[name]]
         for name in changed:
-            self._small[name].copy_(self._kept[name])
+            self._small[name].copy_(self._copies[name])
         if large:
             for name, was in self._rebuild().items():
                 self._large[name].copy_(was)

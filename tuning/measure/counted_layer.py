@@ -31,8 +31,8 @@ from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, KernelRecord, LayerRecord
 
 log = logging.getLogger("headway")
-TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
-_BEHIND = 3.0
+INTERLEAVED = InterleavedTimer(rounds=2, round_ms=2.0)
+_TOO_SLOW = 3.0
 """Ratio to the fastest time. A kernel that is slower than this, and gets slower with more rows, is skipped at larger counts."""
 Times = dict[str, list[float | None]]
 """Kernel -> microseconds at each measured count. None means not measured."""
@@ -91,7 +91,7 @@ class CountedLayer(TunedLayer):
         """Time calls in alternating rounds. An exception of a call is returned as its result."""
         return self.timer.time(calls, self.on)
 
-    def falls_behind(self, name: str) -> bool:
+    def gets_slower(self, name: str) -> bool:
         """Return whether a kernel that is much slower than the fastest gets relatively slower with more rows."""
         return False
 
@@ -147,7 +147,7 @@ class CountedLayer(TunedLayer):
                 low, high = timing.p20_us / layers, timing.p80_us / layers
                 cells.append(new_cell(point, name, None, "ok", median_us=us[name], p20_us=low, p80_us=high, drift=timing.drift))
             best = min(us.values(), default=0.0)
-            slow = {name: time / best for name, time in us.items() if time > _BEHIND * best and self.falls_behind(name)}
+            slow = {name: time / best for name, time in us.items() if time > _TOO_SLOW * best and self.gets_slower(name)}
             out |= {name: f"{ratio:.1f} times the fastest with {count} {point.phase}" for name, ratio in slow.items()}
             yield from mark_ties(cells)
 

@@ -23,7 +23,7 @@ from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.step.operations import Norm
 from headway.registry import Registry
 from headway.tuning.measure.contender import captured
-from headway.tuning.measure.counted_layer import TURNS, CountedLayer
+from headway.tuning.measure.counted_layer import INTERLEAVED, CountedLayer
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import find_table
 from headway.tuning.measure.points import counted_points
@@ -198,4 +198,4 @@ def expert_layer(
     forms = "" if kind.forms == ("", "") else f" {' / '.join(kind.forms)}"
     record = ExpertsRecord(layer=f"{kind.config}{HIDDEN}{kind.spec.hidden_size} {DTYPE_NAMES[kind.dtype]}{forms}")
     wanted = counted_points("tokens", TOKEN_COUNTS)
-    return ExpertLayer(record, device, list(kind.kernels), wanted, kind.device, TURNS, registry, kind, ahead)
+    return ExpertLayer(record, device, list(kind.kernels), wanted, kind.device, INTERLEAVED, registry, kind, ahead)

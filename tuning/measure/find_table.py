@@ -157,7 +157,7 @@ def suffices(table: CrossoverTable, layer: TunedLayer) -> bool:
     return table.complete or all(point.key in measured for point in layer.wanted if point.level <= most)
 
 
-def tell_left_out(layer: TunedLayer, table: CrossoverTable, stored: bool = False) -> None:
+def log_excluded(layer: TunedLayer, table: CrossoverTable, stored: bool = False) -> None:
     """Log which kernels that can run here are excluded from the choice.
 
     stored: True if an earlier start measured the table. Kernels that failed are then logged at each start; kernels that do not
@@ -171,7 +171,7 @@ def tell_left_out(layer: TunedLayer, table: CrossoverTable, stored: bool = False
 
 def used_table(layer: TunedLayer, table: CrossoverTable, path: Path) -> CrossoverTable:
     """Return a table that is used unchanged, after logging remarks about it."""
-    tell_left_out(layer, table, stored=True)
+    log_excluded(layer, table, stored=True)
     for line in remarks(table, layer.device, layer.kernels):
         log.info("crossover table %s: %s", path, line)
     if table.cut_short:

@@ -282,7 +282,7 @@ class MeasuredStates(MeasuredKind):
                     error, tolerance = test.error(backend, layout), backend.tolerance[self.spec.dtype]
                     why = f"relative error {error:.2g}, tolerance {tolerance:.2g}" if error > tolerance else ""
                 except (Exception, SystemExit) as raised:
-                    why = selftest.told(raised)
+                    why = selftest.describe_error(raised)
                 if why:
                     return f"{FAILED}, {VERBS[phase]} of {name} over {layout.name}: {why}"
         return ""

@@ -55,7 +55,7 @@ def failure(point: Point, name: str, pair: Pair | None, error: Exception) -> Cel
 
 CLEAR_LOSS = 4.0
 """Ratio to the fastest time. A kernel that is slower than this in its first runs is not timed further if that would take long."""
-_HOPELESS = 8.0
+_MUCH_SLOWER = 8.0
 """Ratio to the fastest time. A kernel that is slower than this with one layout, or runs out of memory, is not tried with the
 others at this point."""
 
@@ -65,10 +65,10 @@ class Bench:
     """Parameters of a measurement that are the same for all points."""
 
     measured: MeasuredKind
-    turns: InterleavedTimer
+    timer: InterleavedTimer
     budget: Budget = field(default_factory=Budget)
     """Budget whose `compiling` counts the time spent on compiling."""
-    tell: Callable[[str, str], None] = lambda names, point: None
+    report: Callable[[str, str], None] = lambda names, point: None
     """Called with the names of the kernels that are about to run, and the point."""
 
     @property
@@ -100,7 +100,7 @@ def measure_point(
     measured, phase = bench.measured, CORE_PHASE[point.phase]
     refused: dict[str, str] = {}
     served: set[str] = set()
-    hopeless: dict[str, str] = {}
+    much_slower: dict[str, str] = {}
     expected: Any = None
     best_us = float("inf")
     for pair in pairs:
@@ -109,9 +109,9 @@ def measure_point(
             if name in dropped or (name in served and measured.place(name, phase, pair) is None):
                 continue
             support = measured.supports(name, pair, phase)
-            if support and name in hopeless:
-                status = "oom" if "out of memory" in hopeless[name] else "dropped"
-                cells.append(new_cell(point, name, pair, status, reason=f"{hopeless[name]}: not tried here"))
+            if support and name in much_slower:
+                status = "oom" if "out of memory" in much_slower[name] else "dropped"
+                cells.append(new_cell(point, name, pair, status, reason=f"{much_slower[name]}: not tried here"))
             elif support:
                 served.add(name)
                 here.append(name)
@@ -130,10 +130,10 @@ def measure_point(
             cells += found
             slower = {cell.kernel: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
             where = " ".join(str(each) for each in (pair[0].name, pair[1]) if each is not None)
-            hopeless |= {
-                name: f"{factor:.0f} times the fastest on {where}" for name, factor in slower.items() if factor > _HOPELESS
+            much_slower |= {
+                name: f"{factor:.0f} times the fastest on {where}" for name, factor in slower.items() if factor > _MUCH_SLOWER
             }
-            hopeless |= {cell.kernel: f"out of memory on {where}" for cell in found if cell.status == "oom"}
+            much_slower |= {cell.kernel: f"out of memory on {where}" for cell in found if cell.status == "oom"}
         large = inputs is None or inputs.large
         inputs = None
         if large and bench.device.type == "cuda":
@@ -154,26 +154,26 @@ def _measure_pair(
         (cells if isinstance(made, Cell) else runners).append(made)  # type: ignore[arg-type]
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     for runner in runners:
-        if _given_up(runner.estimate_us, best_us, bench.turns) and 2e-3 * runner.estimate_us <= bench.turns.long_ms:
-            again = bench.turns.estimate(
+        if _given_up(runner.estimate_us, best_us, bench.timer) and 2e-3 * runner.estimate_us <= bench.timer.long_ms:
+            again = bench.timer.estimate(
                 runner.contender.call, bench.device
             )  # other work on the machine may have slowed the first two runs
             runner.estimate_us = min(runner.estimate_us, again)
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
-    kept = [runner for runner in runners if not _given_up(runner.estimate_us, best_us, bench.turns)]
+    kept = [runner for runner in runners if not _given_up(runner.estimate_us, best_us, bench.timer)]
     for runner in runners:
         if runner not in kept:
             us = runner.estimate_us
             reason = f"{us / best_us:.1f} times the fastest in its first runs: not timed further"
             cells.append(_timed(point, runner, "dropped", Timing(us, us, us), reason))
-    bench.tell(",".join(runner.name for runner in runners), f"{point.phase} {point.case}")
+    bench.report(",".join(runner.name for runner in runners), f"{point.phase} {point.case}")
     for runner in list(kept):
         try:
             _time_host(runner, bench)
         except Exception as error:
             kept.remove(runner)
             cells.append(_blamed(point, runner.name, runner.place, error, inputs))
-    times = bench.turns.time([runner.contender.call for runner in kept], bench.device, lambda: inputs.check(with_cache=False))
+    times = bench.timer.time([runner.contender.call for runner in kept], bench.device, lambda: inputs.check(with_cache=False))
     with suppress(
         InputsChangedError
     ):  # a write in some round is undone here; a kernel that writes again gets an error cell below
@@ -182,13 +182,13 @@ def _measure_pair(
     return cells, best_us
 
 
-def _given_up(us: float, best_us: float, turns: InterleavedTimer) -> bool:
-    return us > CLEAR_LOSS * best_us and turns.needed_ms(us) > turns.long_ms
+def _given_up(us: float, best_us: float, timer: InterleavedTimer) -> bool:
+    return us > CLEAR_LOSS * best_us and timer.needed_ms(us) > timer.long_ms
 
 
 def _prepare(point: Point, bench: Bench, name: str, pair: Pair, inputs: PointInputs) -> _Runner | Cell:
     place = bench.measured.place(name, CORE_PHASE[point.phase], pair)
-    bench.tell(name, f"{point.phase} {point.case}")
+    bench.report(name, f"{point.phase} {point.case}")
     try:
         began = time.perf_counter()
         contender, graph = inputs.contender(name)
@@ -197,7 +197,7 @@ def _prepare(point: Point, bench: Bench, name: str, pair: Pair, inputs: PointInp
         inputs.check()
         if not found <= contender.tolerance:
             return wrong_answer(point, name, place, found, contender)
-        estimate_us = bench.turns.estimate(contender.call, bench.device)
+        estimate_us = bench.timer.estimate(contender.call, bench.device)
         bench.budget.compiling += max(0.0, first - 1e-6 * estimate_us)
         inputs.check(with_cache=False)
         return _Runner(name, place, contender, graph, found, estimate_us)
@@ -237,7 +237,7 @@ def _time_host(runner: _Runner, bench: Bench) -> None:
     calls = {"plan_us": runner.contender.plan, "host_us": None if runner.graph or device.type == "cpu" else runner.contender.call}
     for what, call in calls.items():
         if call is not None:
-            runner.host[what] = min(host_us(call, device, bench.turns.host_seconds), runner.host.get(what, math.inf))
+            runner.host[what] = min(host_us(call, device, bench.timer.host_seconds), runner.host.get(what, math.inf))
 
 
 def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: str = "") -> Cell:

@@ -146,18 +146,18 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     faults: dict[PointKey, str] = {point.key: verdict.fault(point) for point in asked}
     factors = {key: verdict.factors(key) for key, fault in faults.items() if not fault}
     taken = points(_around(scaled, asked, factors))
-    strangers = {key: ratio for key, ratio in _at_best(here.cells).items() if key[1] in set(names) - shared}
+    missing_there = {key: ratio for key, ratio in _at_best(here.cells).items() if key[1] in set(names) - shared}
     measured = points(here.cells)
     cells = [cell for key, rivals in measured.items() for cell in _with_untried(rivals, taken.get(key, []))]
     for key, rivals in taken.items():
         if key not in measured:
-            cells += mark_ties([*rivals, *_left_out(rivals[0], strangers)])
+            cells += mark_ties([*rivals, *_left_out(rivals[0], missing_there)])
     there = {cell.point for cell in cells}
     record = prior.record().model_copy(
         update={
             "checked": [f"{phase} {case}" for phase, case in faults if (phase, case) in measured],
             "disagreed": [f"{phase} {case}: {fault}" for (phase, case), fault in faults.items() if fault],
-            "corrected": [f"{phase} {case}: {_told(found)}" for (phase, case), found in factors.items() if found],
+            "corrected": [f"{phase} {case}: {_factors_text(found)}" for (phase, case), found in factors.items() if found],
             "device_scale": {phase: round(scale, 4) for phase, scale in scales.device.items()},
             "host_scale": round(scales.host, 4),
         }
@@ -216,7 +216,7 @@ def _slower(cell: Cell, device: float, host: float) -> Cell:
     return cell.model_copy(update={field: us * by[field] for field, us in known.items()})
 
 
-def _told(factors: Mapping[str, float]) -> str:
+def _factors_text(factors: Mapping[str, float]) -> str:
     times = ", ".join(f"{name} {factor:.2f}" for name, factor in sorted(factors.items()))
     return f"{times} times as long as expected"
 
@@ -322,8 +322,8 @@ def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
     places = {(cell.kernel, cell.layout, cell.block_size) for cell in tried}
     everywhere = {cell.kernel for cell in tried if cell.layout is None}
     more = [cell for cell in there if cell.kernel not in everywhere and (cell.kernel, cell.layout, cell.block_size) not in places]
-    told = {cell.kernel for cell in more}
-    return mark_ties([*tried, *(cell for cell in here if _is_given_up(cell) and cell.kernel not in told), *more])
+    in_prior = {cell.kernel for cell in more}
+    return mark_ties([*tried, *(cell for cell in here if _is_given_up(cell) and cell.kernel not in in_prior), *more])
 
 
 def _is_given_up(cell: Cell) -> bool:
@@ -341,7 +341,7 @@ def _at_best(cells: Sequence[Cell]) -> dict[tuple[PhaseName, str], float]:
     return found
 
 
-def _left_out(cell: Cell, strangers: Mapping[tuple[PhaseName, str], float]) -> list[Cell]:
+def _left_out(cell: Cell, missing_there: Mapping[tuple[PhaseName, str], float]) -> list[Cell]:
     """Return cells for backends that the prior does not contain, at a point adopted from the prior. cell: any cell of the
     point."""
     place: dict[str, Any] = {name: getattr(cell, name) for name in ("phase", "case", "batch", "query_len", "kv_len", "between")}
@@ -354,6 +354,6 @@ def _left_out(cell: Cell, strangers: Mapping[tuple[PhaseName, str], float]) -> l
             status="dropped",
             reason=f"not in the shipped table, and at best {ratio:.2f} times the fastest where that was checked",
         )
-        for (phase, name), ratio in strangers.items()
+        for (phase, name), ratio in missing_there.items()
         if phase == cell.phase
     ]

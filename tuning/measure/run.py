@@ -51,7 +51,7 @@ class CrossoverOptions:
     """Points to measure. None means the usual points of the device."""
     refine: int = ROUNDS
     """Rounds of points added after the grid, within the budget, where the fastest backend changes between neighbours."""
-    turns: InterleavedTimer = field(default_factory=InterleavedTimer)
+    timer: InterleavedTimer = field(default_factory=InterleavedTimer)
     budget: float | None = None
     """Seconds of measuring; compiling adds at most twice this. None measures everything."""
     graph_len: int = GRAPH_LEN
@@ -75,11 +75,11 @@ def run_kernel_level(
     options: CrossoverOptions,
     registry: Registry,
     console: Console | None = None,
-    tell: Callable[[str, str], None] = lambda names, point: None,
+    report: Callable[[str, str], None] = lambda names, point: None,
 ) -> CrossoverTable:
     """Measure the grid. Faults of a backend are recorded in the table, not raised; Ctrl-C ends the run and returns its results.
 
-    console: console for a progress bar; None shows none. tell: called with the names of the backends that are about to run, and
+    console: console for a progress bar; None shows none. report: called with the names of the backends that are about to run, and
     the point.
 
     :raises HeadwayError: if backends or layouts are unknown, if no backend can run, or if the table cannot be resumed.
@@ -92,7 +92,7 @@ def run_kernel_level(
         names = list(dict.fromkeys(kernels.entries if options.backends is None else options.backends))
         pairs = measured.pairs(options.layouts, options.block_sizes)
         todo = list(measured.grid if options.grid is None else options.grid)
-        bench = Bench(measured, options.turns, Budget(options.budget), tell)
+        bench = Bench(measured, options.timer, Budget(options.budget), report)
         task = progress.add_task("compiling", total=len(todo))
         old = _old_table(options, measured)
         done = set() if old is None else {cell.point for cell in old.cells}
@@ -103,10 +103,10 @@ def run_kernel_level(
             with options.compile_ahead():
                 measured.compile(missing, able, pairs, options.given_up)
         table = _begin(options, bench, names, pairs, old)
-        takers = [record.name for record in table.kernels if record.usable]
+        candidates = [record.name for record in table.kernels if record.usable]
         bench.budget.begin()
         progress.update(task, description="crossover", completed=sum(p.key in done for p in todo))
-        search = _Search(bench, takers, pairs, options.given_up)
+        search = _Search(bench, candidates, pairs, options.given_up)
         try:
             for turn in range(1 + options.refine):
                 between = turn > 0
@@ -165,7 +165,7 @@ class _Search:
                 if point.level > self._level and cells:
                     self._level = point.level
                     self._pairs = surviving_pairs(cells, self._pairs)
-                    found = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
+                    found = {phase: slower_candidates(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
                     self._dropped = {phase: {**lost, **self._given_up.get(phase, {})} for phase, lost in found.items()}
             if point.key in done:
                 continue
@@ -199,7 +199,7 @@ def _examined(bench: Bench, name: str, pairs: Sequence[Pair], excluded: str) -> 
         return record_of(measured.registry, name, True, excluded, measured.kind)
     here = measured.registry.of(measured.kind).availability(name)
     if here:
-        bench.tell(name, "its self-test")
+        bench.report(name, "its self-test")
     return record_of(measured.registry, name, bool(here), measured.fault(name, pairs) if here else here.brief, measured.kind)
 
 
@@ -270,7 +270,7 @@ def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
     return [pair for pair, lost in zip(pairs, losses, strict=True) if lost <= limit and lost < math.inf] or list(pairs[:1])
 
 
-def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:
+def slower_candidates(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:
     """Return backends to drop in a phase -> reason; never all of them."""
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for (found, _), rivals in points(cells).items():

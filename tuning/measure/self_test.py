@@ -59,7 +59,7 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
     """Run every step of every backend and ignore errors, so that the kernels are compiled."""
     for name in names:
         for phase, cases in CASES.items():
-            pair = _first_served(registry, name, spec, pairs, phase)
+            pair = _first_supported(registry, name, spec, pairs, phase)
             if pair is None:
                 continue
             for steps in cases:
@@ -95,7 +95,7 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
             continue
         phases = registry.backend(name).capabilities.phases
         for spec in dict.fromkeys(specs):
-            if not any(_first_served(registry, name, spec, pairs, phase) for phase in phases):
+            if not any(_first_supported(registry, name, spec, pairs, phase) for phase in phases):
                 continue  # the selector rejects it with all reasons
             if wrong := self_test(registry, name, spec, pairs):
                 file = entry.owner.partition("@")[0] if "@" in entry.owner else "FILE.py"
@@ -129,7 +129,7 @@ def _passed_file(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequ
     if owner == BUILTIN_OWNER or not version:
         return None
     gpu = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else ""
-    first = [_first_served(registry, name, spec, pairs, phase) for phase in CASES]
+    first = [_first_supported(registry, name, spec, pairs, phase) for phase in CASES]
     facts = (name, owner, version, spec, gpu, torch.__version__, CASES, [pair and (pair[0].name, pair[1]) for pair in first])
     return cache_folder() / "self-tests" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.passed"
 
@@ -139,7 +139,7 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
     refusal = ""
     claimed = registry.backend(name).capabilities.phases
     for phase, cases in CASES.items():
-        pair = _first_served(registry, name, spec, pairs, phase)
+        pair = _first_supported(registry, name, spec, pairs, phase)
         if pair is None:
             if phase in claimed and not refusal:  # another phase would give the same reason
                 layout, size = pairs[0]
@@ -153,7 +153,7 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
     return "" if tested else refusal
 
 
-def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], phase: Phase) -> Pair | None:
+def _first_supported(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], phase: Phase) -> Pair | None:
     return next((pair for pair in pairs if registry.supports(name, spec, pair[0], pair[1], phase)), None)
 
 
@@ -190,11 +190,11 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps
                 again = ", in a step of the lengths of the one before over other blocks" if number else ""
                 return f"relative error {found:.2g}, tolerance {tolerance:.2g}, with {numbers.scores} scores{again}"
     except (Exception, SystemExit) as error:
-        return told(error)
+        return describe_error(error)
     return ""
 
 
-def told(raised: BaseException) -> str:
+def describe_error(raised: BaseException) -> str:
     """Return an exception as one line."""
     if isinstance(raised, torch.OutOfMemoryError):
         torch.cuda.empty_cache()

@@ -43,7 +43,7 @@ def differences(
     ]
     libraries = [name for name in {**was.libraries, **device.libraries} if name not in _UNUSED]
     rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
-    rows += was.compilers_beside(device)
+    rows += was.compiler_pairs(device)
     for record in table.kernels:
         owner, version, *digest = (owners or {}).get(record.name, (record.owner, record.version))
         if record.available and owner != record.owner:  # a kernel that crashed or was wrong may have been fixed

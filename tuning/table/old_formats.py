@@ -68,7 +68,7 @@ def _counted(data: dict[str, Any], place: Any, schema: str) -> dict[str, Any]:
     """Return the converted data of a table along one axis. Only measured times become cells. place: the device."""
     kind, phase, layer, numbers = _COUNTED[schema]
     us, device, origin, prior = (data.get(name) for name in ("us", "device", "origin", "prior"))
-    counts, told = data.get(numbers), data.get(layer)
+    counts, layer_name = data.get(numbers), data.get(layer)
     date = device.get("date") if isinstance(device, dict) else None
     cells = None  # None is rejected by the schema
     if isinstance(us, dict) and isinstance(counts, list) and all(isinstance(times, list) for times in us.values()):
@@ -88,7 +88,7 @@ def _counted(data: dict[str, Any], place: Any, schema: str) -> dict[str, Any]:
         "noise": 0.01,
         "origin": origin,
         "device": place,
-        "spec": {"layer": f"{told} ranks" if kind == "all_reduce" else told},
+        "spec": {"layer": f"{layer_name} ranks" if kind == "all_reduce" else layer_name},
         "kernels": [{"name": name, "owner": "built-in", "available": True} for name in (us if isinstance(us, dict) else ())],
         "cells": cells,
         "prior": {"device": place, "origin": origin, "date": date, "differs": [prior]} if prior else None,

@@ -56,7 +56,7 @@ class DeviceIdentity(BaseModel):
     date: str
     """UTC, ISO 8601."""
 
-    def compilers_beside(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
+    def compiler_pairs(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
         """Return (compiler, version here, version in `other`) for each compiler that either has; "unknown" for files without the
         field."""
         names = dict.fromkeys([*(self.compilers or {}), *(other.compilers or {})])
@@ -538,8 +538,8 @@ def without_refusals(cells: Sequence[Cell]) -> list[Cell]:
 
     A refusal has no layout and no time; it applies only to the layouts of the run that wrote it.
     """
-    told = {cell.kernel for cell in cells if cell.layout is not None or cell.median_us is not None}
-    return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.kernel not in told]
+    placed = {cell.kernel for cell in cells if cell.layout is not None or cell.median_us is not None}
+    return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.kernel not in placed]
 
 
 def points(cells: Sequence[Cell]) -> dict[PointKey, list[Cell]]:

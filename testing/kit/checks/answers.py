@@ -139,11 +139,11 @@ def siblings(stage: AttentionStage, cell: CheckCell) -> str:
             raise Skipped.refused(support)
     lens = first_step(cell.phase, cell.block_size)
     sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (other, own)]
-    _run_in_turn(sessions, lens, {1, 2}, "keeps something of one layer for another that differs in numbers alone")
+    _run_alternating(sessions, lens, {1, 2}, "keeps something of one layer for another that differs in numbers alone")
     return ""
 
 
-def _run_in_turn(sessions: Sequence[Session], lens: Lens, telling: set[int], guess: str) -> None:
+def _run_alternating(sessions: Sequence[Session], lens: Lens, telling: set[int], guess: str) -> None:
     """Run a step of each of two sessions and of the first one again. A finding in one of the `telling` steps gets the guess."""
     for number, session in enumerate((*sessions, sessions[0])):
         work = open_all(session, lens)
@@ -167,7 +167,7 @@ def shared(stage: AttentionStage, cell: CheckCell) -> str:
     for planning, using in zip(sessions[0].instances, sessions[1].instances, strict=True):
         using.plan = planning.plan  # type: ignore[method-assign]
     # The first session, with its own plans, was correct.
-    _run_in_turn(sessions, lens, {1}, "declares shares_plans, and its plan holds sinks or scales")
+    _run_alternating(sessions, lens, {1}, "declares shares_plans, and its plan holds sinks or scales")
     return ""
 
 

@@ -20,7 +20,7 @@ from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.registry.isolation import TIMEOUT, Trial
 from headway.registry.plugin_sources import PluginFile, PluginSource
 from headway.testing.kit.attention import AttentionStage
-from headway.testing.kit.cover import layer_serves
+from headway.testing.kit.cover import layer_support
 from headway.testing.kit.report import CellResult, new_result
 
 CELL = CheckCell("process")
@@ -60,27 +60,29 @@ NO_VALUE = "\x00headway check"
 
 def claims(stage: AttentionStage, cell: CheckCell) -> str:
     """Check the class against the contract as far as possible without running it."""
-    backend, said = stage.subject.backend, stage.subject.claims
+    backend, claimed = stage.subject.backend, stage.subject.claims
     methods = {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"}
-    for phase in said.phases:
+    for phase in claimed.phases:
         name = methods[phase]
         _need(
             getattr(backend, name) is not getattr(AttentionBackend, name), f"phase {phase.value} is claimed", f"a method {name}()"
         )
-    _need(said.dense_prefill or not said.non_causal, "non_causal is claimed", "dense_prefill, which such layers come by")
-    for dtype in said.dtypes:
+    _need(claimed.dense_prefill or not claimed.non_causal, "non_causal is claimed", "dense_prefill, which such layers come by")
+    for dtype in claimed.dtypes:
         value = backend.tolerance.get(dtype)
         got = f"{value!r}"
         _need(isinstance(value, float) and value > 0, f"tolerance of {DTYPE_NAMES.get(dtype, dtype)}: {got}", "a number above 0")
-    for dtype in said.kv_dtypes:
+    for dtype in claimed.kv_dtypes:
         known = " or ".join(KV_DTYPES)
         _need(dtype in KV_DTYPES.values(), f"kv_dtypes has {dtype}, which nobody can ask for", f"{known} (--kv-cache-dtype)")
-        holds = said.layouts is None or dtype.is_floating_point or any(each.dtypes.get("key") == dtype for each in said.layouts)
+        holds = (
+            claimed.layouts is None or dtype.is_floating_point or any(each.dtypes.get("key") == dtype for each in claimed.layouts)
+        )
         _need(holds, f"kv_dtypes has {dtype}, which no layout holds that is claimed", "one with scales among layouts: nhd_int8")
-    _need(said.features <= FEATURES, f"features {sorted(said.features)}", f"names out of {sorted(FEATURES)}")
+    _need(claimed.features <= FEATURES, f"features {sorted(claimed.features)}", f"names out of {sorted(FEATURES)}")
     _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
     registered = stage.subject.layouts.values()
-    unknown = [layout.name for layout in said.layouts or () if layout not in registered]
+    unknown = [layout.name for layout in claimed.layouts or () if layout not in registered]
     brings = "one that is registered, or a hook headway_register_layouts() that brings it"
     _need(bool(stage.claimed.rows) or not unknown, f"layouts has {', '.join(unknown)}, which nobody registers", brings)
     _need(bool(stage.claimed.rows), "it accepts no layer of the kit's", "at least one layout, block size, head_dim and dtype")
@@ -89,7 +91,7 @@ def claims(stage: AttentionStage, cell: CheckCell) -> str:
     instance = stage.backend(plain)
     room = instance.workspace_bytes(2048, 64)
     _need(isinstance(room, int) and room >= 0, f"workspace_bytes() is {room!r}", "bytes, 0 or more")
-    for phase in said.phases:
+    for phase in claimed.phases:
         kernel = type(instance).kernel(spec, phase)
         _need(isinstance(kernel, str) and bool(kernel), f"kernel() is {kernel!r}", "the name of a kernel")
     if getattr(instance, "decode_writes", False):
@@ -119,7 +121,7 @@ def _unclaimed(stage: AttentionStage, plain: CheckCell) -> None:
 
 def serves(stage: AttentionStage, cell: CheckCell) -> str:
     """Report the phases in which a layer of the model is supported."""
-    return layer_serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
+    return layer_support(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
 
 
 def options(stage: AttentionStage, cell: CheckCell) -> str:

@@ -103,13 +103,13 @@ def engine(stage: AttentionStage, cell: CheckCell) -> str:
     found, stats = _generate(stage, cell, model, f"prefill={prefill},decode={decode}", prompts)
     for number, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         logits = model.reference_logits(prompt + tokens, partial(_cached, stage, cell))[len(prompt) - 1 : -1]
-        behind = logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
-        stage.errors.note(float(behind.max()), NEAR[spec.dtype])
-        if float(behind.max()) > NEAR[spec.dtype]:
-            at = int((behind > NEAR[spec.dtype]).nonzero()[0])
+        below_best = logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+        stage.errors.note(float(below_best.max()), NEAR[spec.dtype])
+        if float(below_best.max()) > NEAR[spec.dtype]:
+            at = int((below_best > NEAR[spec.dtype]).nonzero()[0])
             raise Finding(
                 f"prompt {number} ({len(prompt)} tokens), output token {at}: expected {int(logits[at].argmax())}, "
-                f"got {tokens[at]}, whose logit is {float(behind[at]):.3g} below the best",
+                f"got {tokens[at]}, whose logit is {float(below_best[at]):.3g} below the best",
                 guess="wrong in the engine: with chunks, prefix hits or preemption",
             )
     if spec.dtype == torch.float32 and BASELINE not in (prefill, decode):

@@ -179,8 +179,8 @@ def _native_bytes() -> int:
     except (AttributeError, OSError):
         return 0
     ask.restype = _MallocInfo
-    told = ask()
-    return int(told.uordblks + told.hblkhd)
+    info = ask()
+    return int(info.uordblks + info.hblkhd)
 
 
 def _tensor_bytes(device: torch.device) -> int:

@@ -166,11 +166,11 @@ class _Captured(_Recorded):
         table[:rows, :width] = now.block_table_cpu
         for name in ("seq_lens", "context_lens", "slot_mapping"):
             getattr(static, name).copy_(getattr(now, name))
-        told = replace(static, seq_lens_cpu=now.seq_lens_cpu, block_table_cpu=table, upper_bound_lens=False)
+        replayed = replace(static, seq_lens_cpu=now.seq_lens_cpu, block_table_cpu=table, upper_bound_lens=False)
         with torch.inference_mode():
             for spec, plan in self._plans.items():
-                self._session.backends[1][spec].plan_for_replay(plan, told)
-        return told
+                self._session.backends[1][spec].plan_for_replay(plan, replayed)
+        return replayed
 
 
 class _CapturedPrompt(_Recorded):

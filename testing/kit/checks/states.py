@@ -14,7 +14,7 @@ from headway.core.oracle.cells import Finding, Skipped, placed
 from headway.core.oracle.state_cases import StateCase, make_state_case
 from headway.testing.diagnosis.states import Judge
 from headway.testing.kit.checks import every
-from headway.testing.kit.state_course import Course, Served, StateSession
+from headway.testing.kit.state_course import Course, StateParts, StateSession
 from headway.testing.kit.states import MOST_DRAFTS, WORK, StateCell, StateStage
 
 _ROWS = 6
@@ -46,7 +46,7 @@ def session(stage: StateStage, cell: StateCell) -> str:
     """Compare sequences that are chunked anywhere, verify draft tokens, share prefixes, move and end with runs over all tokens at
     once."""
     drafts = min(stage.claims.max_draft_tokens, MOST_DRAFTS)
-    running = StateSession(Served.of(stage, cell), stage.spec(cell), stage.layouts[cell.layout])
+    running = StateSession(StateParts.of(stage, cell), stage.spec(cell), stage.layouts[cell.layout])
     return Course(running, drafts).run()
 
 

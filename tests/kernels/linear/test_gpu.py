@@ -41,7 +41,7 @@ from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.families.rope import rope_tables
 from headway.models.layers.decoder import Decoder
-from headway.tuning.measure.products import choose_products
+from headway.tuning.measure.linear import choose_linear_kernels
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS as PLAIN_FORMS
 from quantized_weights import int4
@@ -375,7 +375,7 @@ def test_a_start_measures_every_way_and_the_choice_serves(tmp_path: Path, monkey
     weights = [FORMS["fp8 blocks"](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(n))) for n in range(3)]
     layers = [(Linear(on_device(weight, CUDA), dtype=torch.bfloat16), gated) for weight in weights for gated in (False, True)]
     kinds = ops.linear_choices(layers)
-    choose_products(kinds, 60.0, compile_ahead(device))
+    choose_linear_kernels(kinds, 60.0, compile_ahead(device))
     assert len(list((tmp_path / "products").glob("*.json"))) == 2
     for kind in kinds:
         assert "measured 20" in kind.describe()

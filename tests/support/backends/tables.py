@@ -66,7 +66,7 @@ def quick(**changes: object) -> CrossoverOptions:
         "layouts": ["nhd"],
         "block_sizes": [16],
         "grid": POINTS,
-        "turns": QUICK,
+        "timer": QUICK,
         "refine": 0,
     }
     return CrossoverOptions(**(found | changes))

@@ -17,7 +17,7 @@ from headway.core.contract.linear import LinearCapabilities, LinearKernel, Linea
 from headway.core.contract.weights import WeightFormat
 from headway.kernels.linear.choice import ROW_COUNTS, LinearChoice
 from headway.kernels.linear.linear import Linear
-from headway.tuning.measure.products import choose_products
+from headway.tuning.measure.linear import choose_linear_kernels
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing
 from headway.tuning.table.convert import to_times
 from headway.tuning.table.files import read_table
@@ -157,7 +157,7 @@ def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: p
     caplog.set_level(logging.INFO, "headway")
     bench = Bench(COSTS, off={"kernel n64": 1.2})
     kind = bench.kind(layers(), gated=gated)
-    choose_products([kind], 60.0, timer=TableTimer(bench=bench))
+    choose_linear_kernels([kind], 60.0, timer=TableTimer(bench=bench))
     assert [kind.kernel_for(rows) for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
     assert "skipping kernel n64 from 1 rows on: ArithmeticError: its answer is off by 2.0e-01" in caplog.text
     assert "linear fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (measured " in caplog.text
@@ -170,14 +170,14 @@ def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: p
 def test_a_later_start_measures_what_an_earlier_one_had_no_time_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, first = Bench(COSTS), Budget.left
     monkeypatch.setattr(Budget, "left", property(lambda clock: 1.0 if bench.runs < 40 else 0.0))
-    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
+    choose_linear_kernels([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
     (path,) = cache.glob("*.json")
     begun = read_table(path, "linear")
     assert 0 < len({cell.point for cell in begun.cells}) < len(ROW_COUNTS)
     assert not begun.complete
     monkeypatch.setattr(Budget, "left", first)
     again = Bench(COSTS)
-    choose_products([kind := again.kind(layers())], 60.0, timer=TableTimer(bench=again))
+    choose_linear_kernels([kind := again.kind(layers())], 60.0, timer=TableTimer(bench=again))
     whole = read_table(path, "linear")
     assert whole.complete
     assert whole.cells[: len(begun.cells)] == begun.cells
@@ -200,15 +200,15 @@ def test_kinds_are_measured_apart_and_times_of_other_software_anew(
     slow = Bench({**COSTS, "kernel": lambda rows: 500.0, "kernel n64": lambda rows: 500.0}, fails=frozenset({"scaled_mm"}))
     fast = Bench(COSTS)
     kinds = [slow.kind(layers(form=lambda weight: int4(weight, 32)), "int4 of 32 32x64 float32"), fast.kind(layers())]
-    choose_products(kinds[:1], 60.0, timer=TableTimer(bench=slow))
-    choose_products(kinds[1:], 60.0, timer=TableTimer(bench=fast))
+    choose_linear_kernels(kinds[:1], 60.0, timer=TableTimer(bench=slow))
+    choose_linear_kernels(kinds[1:], 60.0, timer=TableTimer(bench=fast))
     assert [kind.kernel_for(1) for kind in kinds] == ["dequantize", "kernel n64"]
     assert "skipping scaled_mm from 1 rows on: RuntimeError: out of something" in caplog.text
     path = next(path for path in cache.glob("*.json") if "fp8" in path.name)
     kept = json.loads(path.read_text())
     kept["device"] |= changes
     path.write_text(json.dumps(kept))
-    choose_products([kind := fast.kind(layers())], 0)
+    choose_linear_kernels([kind := fast.kind(layers())], 0)
     assert said in caplog.text
     assert kind.source == "rule, not measured"
 
@@ -217,7 +217,7 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     caplog.set_level(logging.INFO, "headway")
     bench = Bench(COSTS)
     kind = bench.kind(layers())
-    choose_products([kind], 0.0)
+    choose_linear_kernels([kind], 0.0)
     assert bench.runs == 0
     assert kind.changes() == {1: "kernel", 33: "scaled_mm"}
     assert "kernel from 1, scaled_mm from 33 rows on (rule, not measured)" in caplog.text
@@ -232,7 +232,7 @@ def test_a_library_keeps_what_it_arranged_only_where_it_serves(cache: Path, capl
         library = FakeLibrary()
         bench = Bench({**COSTS, "library": lambda rows, us=us: us}, library=library)
         kind = bench.kind(layers(20), f"fp8 rows {us}")
-        choose_products([kind], 60.0, timer=TableTimer(bench=bench))
+        choose_linear_kernels([kind], 60.0, timer=TableTimer(bench=bench))
         assert library.most == max(kept, 16), "before the choice, of the layers alone that are measured"
         assert len(library.copied) == kept
         assert ("library" in kind.serving()) == bool(kept)
@@ -242,13 +242,13 @@ def test_a_library_keeps_what_it_arranged_only_where_it_serves(cache: Path, capl
 def test_a_library_that_has_changed_since_serves_no_longer(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     costs: dict[str, Callable[[int], float]] = {**COSTS, "library": lambda rows: 1.0}
     bench = Bench(costs, library=FakeLibrary())
-    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
+    choose_linear_kernels([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
     for changed in (
         Bench(costs, library=FakeLibrary(), off={"library": 1.5}),
         Bench(costs, library=FakeLibrary(), fails=frozenset({"library"})),
         Bench(costs, library=FakeLibrary(broken=True)),
     ):
-        choose_products([kind := changed.kind(layers())], 0)
+        choose_linear_kernels([kind := changed.kind(layers())], 0)
         assert kind.kernel_for(1) == "kernel n64", "the next by the same times"
         assert not changed.library.copied
         assert not kind.refused["library"]
@@ -262,7 +262,7 @@ def shipped(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
     caplog.set_level(logging.INFO, "headway")
     monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
     bench = Bench(COSTS)
-    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
+    choose_linear_kernels([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
     (path,) = cache.glob("*.json")
     found = json.loads(path.read_text())
     found["device"]["torch"] = "1.0"
@@ -275,7 +275,7 @@ def shipped(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 
 def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
     twice = Bench({name: lambda rows, cost=cost: 2 * cost(rows) for name, cost in COSTS.items()})
-    choose_products([kind := twice.kind(layers())], 60.0, timer=TableTimer(bench=twice))
+    choose_linear_kernels([kind := twice.kind(layers())], 60.0, timer=TableTimer(bench=twice))
     assert (kind.kernel_for(1), kind.kernel_for(64)) == ("kernel n64", "scaled_mm")
     assert "it differs in torch: 1.0 there" in caplog.text
     assert kind.source.startswith("shipped table of ")
@@ -293,7 +293,7 @@ def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog
     full = Bench(COSTS)
     shipped.unlink()
     path.unlink()
-    choose_products([full.kind(layers())], 60.0, timer=TableTimer(bench=full))
+    choose_linear_kernels([full.kind(layers())], 60.0, timer=TableTimer(bench=full))
     assert runs < full.runs / 2
 
 
@@ -301,7 +301,7 @@ def test_around_where_shipped_times_are_wrong_all_is_measured(
     cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = Bench({**COSTS, "scaled_mm": lambda rows: 300.0})
-    choose_products([kind := other.kind(layers())], 60.0, timer=TableTimer(bench=other))
+    choose_linear_kernels([kind := other.kind(layers())], 60.0, timer=TableTimer(bench=other))
     assert kind.kernel_for(64) == "kernel n64"
     assert "the shipped table is not used near rows 64: scaled_mm takes " in caplog.text
     (path,) = cache.glob("*.json")
@@ -315,9 +315,9 @@ def test_around_where_shipped_times_are_wrong_all_is_measured(
 @pytest.mark.usefixtures("cache", "shipped")
 def test_shipped_times_serve_unchecked_where_nothing_may_be_measured(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(COSTS)
-    choose_products([kind := bench.kind(layers())], 0.0)
+    choose_linear_kernels([kind := bench.kind(layers())], 0.0)
     assert kind.source.endswith("not checked here")
     assert kind.kernel_for(1) == "kernel n64"
     more = Bench({**COSTS, "library": lambda rows: 1.0}, library=FakeLibrary())
-    choose_products([kind := more.kind(layers())], 0.0)
+    choose_linear_kernels([kind := more.kind(layers())], 0.0)
     assert kind.source == "rule, not measured", "they do not know the library"

@@ -19,7 +19,7 @@ from headway.core.contract.support import Support
 from headway.kernels.linear.choice import KERNEL, ROW_COUNTS, ROWS
 from headway.registry import Registry
 from headway.tuning.measure.contender import captured
-from headway.tuning.measure.counted_layer import TURNS, CountedLayer
+from headway.tuning.measure.counted_layer import INTERLEAVED, CountedLayer
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import find_table, first_points
 from headway.tuning.measure.points import counted_points
@@ -43,11 +43,11 @@ rest."""
 log = logging.getLogger("headway")
 
 
-def choose_products(
+def choose_linear_kernels(
     kinds: Sequence[LinearChoice],
     budget: float,
     ahead: CompileAhead | None = None,
-    timer: InterleavedTimer = TURNS,
+    timer: InterleavedTimer = INTERLEAVED,
     registry: Registry | None = None,
 ) -> None:
     """Select the GEMM kernels of each kind of linear layer by measured times: those stored for this device, or new ones.
@@ -176,7 +176,7 @@ class LinearLayer(CountedLayer):
     def layers(self, count: int) -> int:
         return len(self.sampled(count))
 
-    def falls_behind(self, name: str) -> bool:
+    def gets_slower(self, name: str) -> bool:
         return name.startswith(KERNEL)
 
     @contextmanager
@@ -253,7 +253,7 @@ def linear_layer(
     kind: LinearChoice,
     device: DeviceIdentity,
     ahead: CompileAhead | None = None,
-    timer: InterleavedTimer = TURNS,
+    timer: InterleavedTimer = INTERLEAVED,
     registry: Registry | None = None,
 ) -> LinearLayer:
     """Return a kind of linear layer as a layer that can be measured."""
