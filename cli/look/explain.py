@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -529,8 +530,7 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
 
 
 def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
-    """Return the first of the files that holds a layer's times, not checked against this machine. Without files, return the table
-    that auto would use, or None.
+    """Return the first file that holds a layer's times, not checked against this machine, or without files the stored table.
 
     :raises ConfigError: if no file holds them.
     """
@@ -583,9 +583,8 @@ def _table_phase(shape: Shape) -> str:
 def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_size: int) -> Cell | None:
     """Return the measured row nearest to a step, by distance in octaves."""
     phase, places = _table_phase(shape), ((layout, block_size), (None, None))
-    rows = [
-        cell for cell in table.cells if (cell.kernel, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places
-    ]
+    here = [cell for cell in table.cells if (cell.kernel, cell.phase) == (name, phase)]
+    rows = [cell for cell in here if (cell.layout, cell.block_size) in places]
 
     def far(cell: Cell) -> float:
         pairs = ((cell.batch, shape.batch), (cell.query_len, shape.query_len), (cell.kv_len, shape.kv_len))
@@ -595,8 +594,7 @@ def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_
 
 
 def _age(date: str) -> str:
-    try:
+    with suppress(ValueError, TypeError):
         days = (datetime.now(UTC) - datetime.fromisoformat(date)).days
-    except (ValueError, TypeError):
-        return f"measured {date}"
-    return f"measured {date}, {f'{days} days ago' if days > 0 else 'today'}"
+        return f"measured {date}, {f'{days} days ago' if days > 0 else 'today'}"
+    return f"measured {date}"

@@ -169,16 +169,19 @@ def linear_case(weight: Weight, x: Tensor, device: torch.device) -> WeightCase:
 EPS = 1e-5
 
 
-def fused_case(weight: Weight, x: Tensor, around: str, drawn: Drawn, device: torch.device) -> WeightCase:
-    """Return the case of a GEMM on a device with one fused operation. around: name in FUSED; "gated" includes SiLU."""
+def fused_case(weight: Weight, x: Tensor, around: str, layer: Drawn, drawn: Drawn, device: torch.device) -> WeightCase:
+    """Return the case of a GEMM on a device with one fused operation. around: name in FUSED; "gated" includes SiLU.
+
+    layer: draws what belongs to the layer (norm factors, bias), the same for every call. drawn: draws the residual stream.
+    """
     (rows, _), n, dtype = x.shape, weight.shape[0], x.dtype
     normed, bias, onto, parts = x.double(), None, None, LinearParts()
     if around == "norm":
-        factors = 1.0 + 0.1 * drawn.normal(x.shape[1])
+        factors = 1.0 + 0.1 * layer.normal(x.shape[1])
         parts = LinearParts(factors.to(device), EPS)
         normed = normed * (normed.square().mean(1, keepdim=True) + EPS).rsqrt() * factors.double()
     elif around == "bias":
-        bias = drawn.normal(n).to(dtype)
+        bias = layer.normal(n).to(dtype)
         parts = LinearParts(bias=bias.to(device))
     elif around == "residual":
         onto = drawn.normal(rows, n).to(dtype)

@@ -335,7 +335,10 @@ class LinearStage(WeightStage[LinearCell]):
         weight = _drawn(cell.weight, (spec.out_features, spec.in_features), spec.dtype, cell.numbers, seed)
         drawn = Drawn(torch.Generator().manual_seed(seed + rows + 1000 * turn), cell.numbers)
         x = drawn.rows(rows, spec.in_features).to(spec.dtype)
-        return fused_case(weight, x, cell.fused, drawn, spec.device) if cell.fused else linear_case(weight, x, spec.device)
+        if not cell.fused:
+            return linear_case(weight, x, spec.device)
+        layer = Drawn(torch.Generator().manual_seed(seed + 1), cell.numbers)
+        return fused_case(weight, x, cell.fused, layer, drawn, spec.device)
 
     def of_weight(self, cell: LinearCell) -> list[LinearCell]:
         """Return further cells of one weight: each fused operation that the subject claims."""
