@@ -140,7 +140,7 @@ class EngineAccess(ABC):
         self.driver.call_between_steps(partial(start_profile, self.driver, folder.expanduser(), request))
 
     def stop_profile(self) -> StepsProfile | None:
-        """End the trace, write it, log its path, and return how the step time was spent; None if there is no trace."""
+        """End the trace, write it, log its path, and return how the step time was spent; None without a trace."""
         if "profiler" not in self.driver.task_state:
             return None
         with self.driver.lock:

@@ -353,7 +353,7 @@ def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None
     Sinks, which are weights, are 0. dtype: None means the one that config.json names, else bfloat16.
 
     :raises ConfigError: if the path names another file, or does not exist.
-    :raises ModelError: if there is no such model, its configuration is unreadable, or its attention is unsupported.
+    :raises ModelError: if no such model exists, its configuration is unreadable, or its attention is unsupported.
     """
     path = Path(model).expanduser()
     if path.suffix == ".json" and (path.name != "config.json" or not path.is_file()):

@@ -284,7 +284,7 @@ def has_hooks(module: ModuleType) -> bool:
 def class_in(module: ModuleType, name: str, path: Path, kind: OperationKind | None = None) -> type[Kernel]:
     """Return the named kernel class of a file, or its only one. kind: required kind of operation; None means any.
 
-    :raises ConfigError: if there is no such class, several classes without a name, or an incomplete class.
+    :raises ConfigError: if no such class exists, several classes without a name, or an incomplete class.
     """
     own = _own_classes(module, KINDS if kind is None else (kind,))
     if name and name not in own:

@@ -105,7 +105,7 @@ class KernelCell(BaseModel):
     peak_fraction: float | None = None
     """Rate divided by the device's peak. None if that is unknown, and in files from before 2026-11-24."""
     relative_error: float | None = None
-    """||out - reference|| / ||reference||, the larger of before and after timing. None if there was no finite result."""
+    """||out - reference|| / ||reference||, the larger of before and after timing. None without a finite result."""
     tolerance: float | None = None
 
     @model_validator(mode="after")

@@ -77,7 +77,7 @@ class RanksRow(BaseModel):
     ratio: float | None = None
     """`tokens_per_second` divided by `vllm`."""
     planned: float | None = None
-    """Predicted tokens per second. None if there was no earlier prediction."""
+    """Predicted tokens per second. None without an earlier prediction."""
     off: float | None = None
     """Relative error of the prediction in percent."""
     planned_one: float | None = None
@@ -190,7 +190,7 @@ def _vllm(folder: Path, each: _Measured) -> float | None:
 
 
 def _sums(path: Path) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Return sizes of at least SMALLEST_SUM and each method's times; empty if there is no file."""
+    """Return sizes of at least SMALLEST_SUM and each method's times; empty without a file."""
     if not path.exists():
         return [], {}
     found = read_table(path, "all_reduce")

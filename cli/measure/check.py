@@ -100,7 +100,7 @@ def check(
 
 
 def _with_kind(target: str, kind: str) -> str:
-    """Return a target with the prefix of a kind. kind: empty if it has one. :raises ConfigError: if there is no such kind."""
+    """Return a target with the prefix of a kind. kind: empty if it has one. :raises ConfigError: if no such kind exists."""
     from headway.core.contract.operation import kind_of
     from headway.testing.kit.subject import PREFIXES
 

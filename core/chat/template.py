@@ -56,7 +56,7 @@ def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int 
     """Return the control token that a chat template writes after the content of an assistant's message.
 
     Looks at a conversation that ends with the message, then at one that continues, because some templates end a turn with the
-    next turn's beginning. chat_template: the tokenizer's by default. Returns None if there is no such token, or the template
+    next turn's beginning. chat_template: the tokenizer's by default. Returns None if no such token exists, or the template
     fails.
     """
     template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")

@@ -34,7 +34,9 @@ class Expression(NamedTuple):
     instead: str
     docs: bool = True
     first_line: bool = False
-    """Whether only the first line of a text is searched."""
+    """True to search only the first line of a text."""
+    folders: tuple[str, ...] = ()
+    """Folders of the sources in which the expression is searched. Empty means all."""
 
 
 EXPRESSIONS = {
@@ -62,7 +64,9 @@ EXPRESSIONS = {
     "product of": Expression(r"\b[Pp]roducts? (of|over)\b", "GEMM, matrix multiplication, linear layer"),
     "way of": Expression(r"\bways? (of|that|serves?|is|are|with|over|for|has)\b", "kernel, kernel variant, method"),
     "lots": Expression(r"\b[Ll]ots?\b(?! of (time|work|them))", "tile (of one expert's rows)"),
-    "panels": Expression(r"\b[Pp]anels?\b", "packed weight block", False),
+    "panels": Expression(
+        r"\b[Pp]anels?\b", "packed weight block", False, folders=("kernels", "models")
+    ),  # help and plots have panels
     "whole number": Expression(r"\b[Ww]hole numbers?\b", "integer"),
     "floats of bits": Expression(r"\b[Ff]loats? of \d+ bits\b", "FP8, FP4"),
     "matrix unit": Expression(r"\bmatrix units?\b", "tensor cores"),
@@ -163,7 +167,9 @@ def find(texts: Iterator[Text], *, docs: bool) -> Iterator[Found]:
     """Find each expression in some texts."""
     for path, line, text, skip in texts:
         for name, expression in EXPRESSIONS.items():
-            if (docs and not expression.docs) or (not docs and name in ONLY_DOCS):
+            folder = path.relative_to(ROOT).parts[0] if path.is_relative_to(ROOT) else ""
+            elsewhere = bool(expression.folders) and folder not in expression.folders
+            if (docs and not expression.docs) or (not docs and name in ONLY_DOCS) or elsewhere:
                 continue
             searched = text.lstrip("\n").split("\n")[0].lstrip() if expression.first_line else text
             for match in re.finditer(expression.pattern, searched, re.MULTILINE):

@@ -18,8 +18,7 @@ DELTA = {"gated_delta": "fla.ops.gated_delta_rule.chunk_gated_delta_rule", "kda"
 KERNELS = {**DELTA, **dict.fromkeys(("mamba2", "lightning"), "fla.ops.simple_gla.chunk_simple_gla")}
 Plan = namedtuple("Plan", "slots empty calls")
 Call = namedtuple("Call", "rows starts chunks kept tokens starts_cpu slots")
-"""One library call for segments of sequences. rows: indices in the plan's slots; kept: segments whose final state is stored in
-`slots`; tokens: packed tokens."""
+"""One library call for segments of sequences. rows: indices in the plan's slots; kept: segments with a stored final state."""
 
 
 @memo

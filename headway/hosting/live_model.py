@@ -152,7 +152,7 @@ class Worker:
 
 
 def worker_of(driver: EngineDriver) -> Worker:
-    """Return a driver's worker, of the class named by worker_extension_cls. :raises ConfigError: if there is no such class."""
+    """Return a driver's worker, of the class named by worker_extension_cls. :raises ConfigError: if no such class exists."""
     if "worker" not in driver.task_state:
         kind = _with_extension(driver.assembly.worker_extension)
         driver.task_state["worker"] = made_by("worker_extension_cls: the worker", lambda: kind(driver))

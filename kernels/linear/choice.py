@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import Any, Final
@@ -135,6 +136,7 @@ class LinearChoice:
         self.third_party = frozenset(third_party)
         """Names of third parties' kernels for the device, including refused ones."""
         self._named = named
+        self.is_on_trial = False
         self.times: AxisTimes | None = None
         """Measured times that select the kernel. None means that a rule selects it."""
         self._chosen: dict[int, LinearKernel] = {}
@@ -206,6 +208,15 @@ class LinearChoice:
             found = self._chosen[bucket] = self.kernels[self.kernel_for(1 << bucket)]
         return found
 
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Let kernels inside raise their own errors, instead of replacing one that raises."""
+        self.is_on_trial = True
+        try:
+            yield
+        finally:
+            self.is_on_trial = False
+
     def use_times(self, times: AxisTimes) -> None:
         """Use measured times to select kernels from now on. Call this before any graph is captured."""
         self.times = times
@@ -250,7 +261,7 @@ class LinearChoice:
             raise BackendError(f"linear kernel {name}: needs to compute {self.name}, got {why}") from error
         kernel = self.kernels.get(name)
         if kernel is not None:
-            log.warning("products %s: %s serves no longer: it raised %s", self.name, name, why)
+            log.warning("linear %s: excluding %s: it raised %s", self.name, name, why)
             self.leave_out(name, Support.no("a step", "no exception", why))
         return kernel
 
@@ -347,7 +358,7 @@ class LinearKernels:
         kind, why = str(spec), None if self.named is None else refused.get(self.named)
         if why is not None and kind not in self._unserved:
             self._unserved[kind] = why
-            log.info("products %s: --linear-kernel %s does not serve them: %s", kind, self.named, why)
+            log.info("linear %s: --linear-kernel %s does not support it: %s", kind, self.named, why)
 
     def check_named(self, choices: Iterable[LinearChoice]) -> None:
         """Check that the requested kernel supports at least one layer.

@@ -78,7 +78,7 @@ class Applied:
                 self._kernel.apply(x.contiguous(), self._prepared, y)
         except Exception as error:
             choice = layer.choice
-            if choice is None:
+            if choice is None or choice.is_on_trial:
                 raise
             choice.replace_failed(self._kernel.label, error)
             given = {name: value for name, value in (("out", out), ("add_to", add_to)) if value is not None}

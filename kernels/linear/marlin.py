@@ -47,7 +47,7 @@ class MarlinWeight:
     scales: Tensor
     """[K / group, N] in x's type, or e8m0 for MXFP4."""
     zeros: Tensor | None
-    """int32 [K / group, N / 8]. None if there are no zeros."""
+    """int32 [K / group, N / 8]. None without zeros."""
     bias: Tensor | None
     """[N]"""
     order: Tensor | None

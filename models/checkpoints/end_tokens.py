@@ -80,7 +80,7 @@ def _ids(folder: Path, source: str, value: Any) -> list[int]:
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """Return a token's text, after a space; empty if there is no tokenizer."""
+    """Return a token's text, after a space; empty without a tokenizer."""
     return "" if tokenizer is None else f" {shown(tokenizer.convert_ids_to_tokens(token))}"
 
 

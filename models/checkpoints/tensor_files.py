@@ -93,7 +93,7 @@ class TensorFiles:
         return self._path_of[self._stored(name)].name
 
     def elements(self, name: str) -> str:
-        """Return torch's name of a tensor's dtype, such as float8_e4m3fn; "" if there is no such tensor."""
+        """Return torch's name of a tensor's dtype, such as float8_e4m3fn; "" if no such tensor exists."""
         stored = self._stored(name)
         return _elements(self._file_of[stored].get_slice(stored)) if stored in self._file_of else ""
 

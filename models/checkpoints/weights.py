@@ -251,7 +251,7 @@ class Weights(WeightSource):
         return functools.partial(self._files.read, name, axes)
 
     def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[StoredFormat, QuantizedModule] | None:
-        """Return the format and tensors of a quantized weight; None if there is no such weight, or it is plain."""
+        """Return the format and tensors of a quantized weight; None if no such weight exists, or it is plain."""
         if self.quantization is None:
             return None
         module = QuantizedModule(self._files, name.removesuffix(".weight"), axes, self.dtype)

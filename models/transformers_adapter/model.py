@@ -150,7 +150,7 @@ class _Hidden:
 def _layers_path(model: nn.Module, names: list[str]) -> str:
     """Return the path of the list of layers with all attention modules of these names; its parent is the decoder.
 
-    :raises ModelError: if there is no such list.
+    :raises ModelError: if no such list exists.
     """
     parts = names[0].split(".")
     for depth in range(1, len(parts)):

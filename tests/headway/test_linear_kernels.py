@@ -29,6 +29,7 @@ from headway.contract import (
 from headway.core.contract.linear import LinearSpec
 from headway.core.contract.weights import WeightFormat
 from headway.core.select.costs import AxisTimes
+from headway.core.system.files import cache_folder
 from headway.hosting import assembly
 from headway.kernels.linear.choice import ROW_COUNTS, ROWS
 from headway.kernels.linear.linear import Applied, Linear
@@ -37,6 +38,7 @@ from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
 from headway.tuning.measure.linear import choose_linear_kernels
 from headway.tuning.measure.timing import InterleavedTimer, Timing
+from headway.tuning.table.files import read_table
 from plain_models import sizes
 from quantized_models import FORMATS, save_both
 from sandbox import install
@@ -208,7 +210,7 @@ def test_a_layer_that_the_named_kernel_cannot_serve_takes_what_auto_takes(
 
     llm = serve(folders[0], mine(example, supports=supports), linear_kernel="mine")
     assert kernels_of(llm) == {"mine", "torch"}
-    assert "--linear-kernel mine does not serve them: no: in_features: needs 128, got 256" in caplog.text
+    assert "--linear-kernel mine does not support it: no: in_features: needs 128, got 256" in caplog.text
     assert answer(llm) == answer(serve(folders[1]))
 
 
@@ -222,8 +224,30 @@ def test_a_wrong_one_is_left_out_with_the_numbers(
     llm = serve(folders[0], mine(example, apply=wrong))
     assert "skipping mine from 1 rows on: ArithmeticError: its answer is off by" in caplog.text
     assert kernels_of(llm) == {"expanded"}
-    with pytest.raises(BackendError, match=r"^linear kernel mine: needs a right answer for int4 of 32 .* off by [\d.e+]+$"):
+    with pytest.raises(BackendError, match=r"^linear kernel mine: needs a right answer for .* off by [\d.e+-]+ with 1 rows$"):
         serve(folders[0], mine(example, apply=wrong), linear_kernel="mine")
+    with pytest.raises(BackendError, match=r"^linear kernel mine: needs a right answer for .* off by [\d.e+-]+ with 33 rows$"):
+        serve(folders[0], mine(example, apply=wrong_from_20_rows), linear_kernel="mine")
+    with pytest.raises(BackendError, match=r"^linear kernel mine: needs a right answer for .*, got RuntimeError: out of tiles$"):
+        serve(folders[0], mine(example, apply=raises), linear_kernel="mine")
+
+
+def wrong_from_20_rows(self: LinearKernel, x: Tensor, weight: Any, out: Tensor) -> None:
+    codes, scales = weight
+    torch.mm(x, (codes * scales).flatten(1).t(), out=out)
+    out[20:] = 0
+
+
+def test_a_start_by_name_stores_no_times(folders: tuple[Path, Path], example: ModuleType, measured: list[float]) -> None:
+    """They would be times of one kernel, from which auto would choose later."""
+    serve(folders[0], mine(example), linear_kernel="mine")
+    assert not [*cache_folder().rglob("*int4*.json")]
+    llm = serve(folders[0], mine(example))
+    assert {cell.kernel for path in cache_folder().rglob("*int4*.json") for cell in read_table(path, None).cells} >= {
+        "mine",
+        "expanded",
+    }
+    assert kernels_of(llm)
 
 
 def raises(self: LinearKernel, x: Tensor, weight: Any, out: Tensor) -> None:
@@ -242,7 +266,7 @@ def test_one_that_raises_is_replaced_with_one_warning(
     assert kernels_of(llm) == {"mine"}
     monkeypatch.setattr(kernel, "apply", raises)
     assert answer(llm) == answer(serve(folders[1]))
-    warnings = [record.message for record in caplog.records if "serves no longer: it raised" in record.message]
+    warnings = [record.message for record in caplog.records if "it raised" in record.message]
     choices = {layer.choice.name for layer in layers_of(llm) if layer.choice is not None}
     assert len(warnings) == len(choices), "one for each kind of layer, however often it raises"
     assert "RuntimeError: out of tiles" in warnings[0]

@@ -72,7 +72,7 @@ def test_a_model_runs_before_attention_is_measured_but_not_before_its_products_a
     order: list[str] = []
 
     def note(name: str, result: object) -> Callable[..., object]:
-        return lambda *_: (order.append(name), result)[1]
+        return lambda *_, **__: (order.append(name), result)[1]
 
     monkeypatch.setattr(assembly, "sampling_of", note("run", TORCH_SAMPLING))
     monkeypatch.setattr(assembly, "costs_for", note("attention", None))

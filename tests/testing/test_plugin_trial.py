@@ -186,3 +186,36 @@ def test_without_the_tool_or_a_gpu_it_is_refused_in_words(tmp_path: Path, monkey
 
 def test_a_watched_cell_may_take_longer() -> None:
     assert cell_timeout("cuda", sanitized=True) == 20 * cell_timeout("cuda")
+
+
+KERNELS = """
+import os, time, torch
+from headway.contract import ExpertsCapabilities, ExpertsKernel, LinearCapabilities, LinearKernel
+class Exits(LinearKernel):
+    name = "exits"
+    capabilities = LinearCapabilities(frozenset({"int4"}), (torch.float32,), ("cpu",))
+    def apply(self, x, weight, out):
+        os._exit(3) if len(x) > 16 else out.zero_()
+class Hangs(ExpertsKernel):
+    name = "hangs"
+    capabilities = ExpertsCapabilities(frozenset({"plain"}), (torch.float32,), ("cpu",))
+    def apply(self, x, experts, scores, weights, out):
+        time.sleep(600)
+class Wrong(LinearKernel):
+    name = "wrong"
+    capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32,), ("cpu",))
+    def apply(self, x, weight, out):
+        torch.mm(x, weight.t(), out=out)[20:] = 0
+"""
+
+
+def test_kernels_of_weights_are_tried_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends or blocks the process does so there, and not in a start."""
+    monkeypatch.setenv("HEADWAY_PLUGIN_TIMEOUT", "4")
+    file = tmp_path / "kernels.py"
+    file.write_text(KERNELS)
+    exits, hangs, wrong = try_plugins([plugin(f"{file}:{name}") for name in ("Exits", "Hangs", "Wrong")])
+    assert "ends the process in the self-test of linear kernel exits on cpu: it exited with code 3" in exits.fault
+    assert "hangs in the self-test of experts kernel hangs on cpu" in hangs.fault
+    assert not wrong.fault
+    assert any("plain weights" in line and "with 33 rows" in line for line in wrong.remarks)

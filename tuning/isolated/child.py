@@ -40,7 +40,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.kernel import Kernel
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION, OperationKind
+from headway.core.contract.operation import KINDS, OperationKind
 from headway.core.contract.operation import STATE as STATES
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
@@ -52,6 +52,7 @@ from headway.registry.hookspecs import PROJECT
 from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins, with_hooks
 from headway.registry.records import Brought
+from headway.tuning.isolated.weight_tests import weight_tests
 from headway.tuning.measure.run import run_kernel_level
 from headway.tuning.measure.self_test import self_test
 
@@ -147,7 +148,7 @@ def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
             registry.sources[plugin.name] = plugin
     if plugin.name in registry.brought:
         _try_parts(trial, registry, registry.brought[plugin.name])
-        for kind in (ATTENTION, STATES):
+        for kind in KINDS:
             for name in getattr(registry.brought[plugin.name], kind.kernels):
                 _try_kernel(trial, registry, name, device, kind)
         _try_rank(trial, registry, plugin.name)
@@ -180,13 +181,17 @@ def _try_kernel(trial: TrialSteps, registry: Registry, name: str, device: str, k
     with trial.step(f"available() of {kind.word} {name}"):
         able = bool(kernel.available())
     for place in dict.fromkeys(("cpu", device)):
-        if not able or not issubclass(kernel, AttentionBackend) or place not in kernel.capabilities.devices:
+        if not able or kind is STATES or place not in kernel.capabilities.devices:
             continue
-        with trial.step(f"the self-test of backend {name} on {place}"):
-            for wrong in _self_tests(registry, name, kernel, torch.device(place)):
+        with trial.step(f"the self-test of {kind.word} {name} on {place}"):
+            if issubclass(kernel, AttentionBackend):
+                found = _self_tests(registry, name, kernel, torch.device(place))
+            else:
+                found = weight_tests(kernel, torch.device(place))
+            for wrong in found:
                 if "SystemExit" in wrong:
                     raise Fault(f"exits in the {wrong}")
-                trial.remarks.append(f"backend {name} on {place}: {wrong}")
+                trial.remarks.append(f"{kind.word} {name} on {place}: {wrong}")
 
 
 def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], device: torch.device) -> Iterator[str]:

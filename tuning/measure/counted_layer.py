@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import Kernel
 from headway.core.contract.operation import ALL_KINDS
 from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.json_files import write_json
@@ -36,6 +37,18 @@ _TOO_SLOW = 3.0
 """Ratio to the fastest time. A kernel that is slower than this, and gets slower with more rows, is skipped at larger counts."""
 Times = dict[str, list[float | None]]
 """Kernel -> microseconds at each measured count. None means not measured."""
+
+
+TRIED = (1, 2, 5, 16, 33, 130)
+"""Numbers of rows or tokens at which a third party's kernel is checked at each start: several tiles, whole and not."""
+
+
+def max_error(kernel: Kernel, dtype: torch.dtype, limit: float, third_party: bool) -> float:
+    """Return the largest accepted error relative to the norm of a right answer.
+
+    A third party's kernel may be off by four times its tolerance: both are errors of sums, measured in other norms.
+    """
+    return min(limit, max(4 * kernel.tolerance.get(dtype, limit), 1e-3)) if third_party else limit
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def default_device() -> torch.device:
 def resolve_device(name: str | None) -> torch.device:
     """Return the device with a name: auto, cpu, cuda or cuda:N. auto and None mean `default_device`.
 
-    :raises ConfigError: if there is no such device, or if torch's default device is the meta device, whose tensors hold no data.
+    :raises ConfigError: if no such device exists, or if torch's default device is the meta device, whose tensors hold no data.
     """
     if torch.empty(0).is_meta:
         hint = "call Headway outside of `with torch.device(...)` and torch.set_default_device"

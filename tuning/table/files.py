@@ -98,7 +98,10 @@ def _other_schema(found: object, text: str) -> tuple[str, str]:
 
 def line_of(text: str, path: list[str]) -> int:
     """Return the line (from 1) where the value at a path of keys and indices begins, or its nearest existing parent."""
-    node = yaml.compose(text.replace("\t", " "), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # JSON is YAML
+    try:
+        node = yaml.compose(text.replace("\t", " "), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:  # nearly all JSON is YAML: some characters and escapes are not
+        return 1
     for part in path:
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         items = node.value if isinstance(node, yaml.SequenceNode) else ()

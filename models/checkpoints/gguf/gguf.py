@@ -57,7 +57,7 @@ def convert(path: Path) -> Path:
     and leftovers of killed conversions are removed. Each release of transformers has a separate folder: the tokenizers that 5.4
     and 5.5 wrote split texts differently.
 
-    :raises ModelError: if there is no such file, no gguf reader is installed, or transformers cannot read the file.
+    :raises ModelError: if no such file exists, no gguf reader is installed, or transformers cannot read the file.
     """
     if not path.is_file():
         raise ModelError(f"model {path}: no such file")

@@ -158,7 +158,7 @@ def test_nothing_is_measured_where_there_is_no_choice(folder: str, cache: Path, 
 
 def test_a_third_party_is_not_chosen_unmeasured(folder: str) -> None:
     served(folder, Gathered)
-    assert Gathered.calls == 2, "its trial, for one token and for a few"
+    assert Gathered.calls == 4, "its trials, for one token and for a few"
 
 
 def test_an_entry_point_brings_the_kernel_of_the_example(
@@ -177,7 +177,7 @@ def test_an_entry_point_brings_the_kernel_of_the_example(
 def test_a_wrong_kernel_is_left_out_with_the_numbers(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     assert served(folder, Wrong, autotune_budget=5.0) == served(folder)
     assert "experts: wrong is left out: its answer is off by " in caplog.text
-    with pytest.raises(BackendError, match=r"^experts kernel wrong: its answer is off by \d\.\de[+-]\d+$"):
+    with pytest.raises(BackendError, match=r"^experts kernel wrong: its answer is off by \d\.\de[+-]\d+ with 1 tokens$"):
         served(folder, Wrong, experts_kernel="wrong")
 
 

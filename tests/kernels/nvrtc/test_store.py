@@ -136,7 +136,7 @@ def test_an_unwritable_folder_costs_a_compilation(
     again = build(BLOCKS, "sm_90", compiler)
     assert (len(built.cubin), built.path, again.path) == (1 << 20, None, None)
     assert compiler.calls == 2
-    assert kept_log.text.count("cannot be written (Not a directory): every process compiles its kernels again") == 1
+    assert kept_log.text.count("cannot be written (Not a directory): every process recompiles its kernels") == 1
 
 
 def test_a_full_disk_leaves_no_half_file(
