@@ -1,4 +1,4 @@
-"""Triton kernels for experts of many tokens: grouped GEMM over pairs sorted by expert, and the sum over a token's slots.
+"""Triton kernels for experts of many tokens: grouped_gemm over pairs sorted by expert, and the sum over a token's slots.
 
 A program computes a tile of one expert's rows. Only the device knows the number of rows of an expert, so the grid has the maximum
 number of tiles. Each program finds its tile from the ends of the experts' rows; programs beyond the last tile do nothing.

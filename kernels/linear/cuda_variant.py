@@ -1,4 +1,4 @@
-"""Tilings and compile-time constants of the CUDA C++ GEMM kernels over quantized weights: GEMV, split-K GEMM, FP8 GEMM."""
+"""Tilings and compile-time constants of the CUDA C++ GEMM kernels over quantized weights: GEMV, split_k GEMM, FP8 GEMM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton GEMM over quantized weights: its tiling with split-K, and its launch. The kernel is in quantized_kernels.py."""
+"""Triton GEMM over quantized weights: its tiling with split_k, and its launch. The kernel is in quantized_kernels.py."""
 
 from __future__ import annotations
 

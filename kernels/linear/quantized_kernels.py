@@ -1,6 +1,6 @@
 """Triton kernels for GEMMs over quantized weights with fused dequantize: with few rows, the time is that of reading the weight.
 
-A program multiplies BLOCK_N rows of the weight, or with split-K (SPLITS) a part of each row. BLOCK_N must be large, or x would be
+A program multiplies BLOCK_N rows of the weight, or with split_k (SPLITS) a part of each row. BLOCK_N must be large, or x would be
 read more often than the weight. With split-K, the last program to arrive adds the parts, in a fixed order. The next chunks are
 copied to shared memory during the computation, and unpacked on the way to the tensor cores, which compute W x^T: the weight is
 the operand in registers. Before x is there (PDL, see step_kernels.py), the program reads its first scales and prefetches its

@@ -1,4 +1,4 @@
-"""Triton split-K GEMM over dense weights for 9 to 128 rows, on tensor cores, with fused operations after it.
+"""Triton split_k GEMM over dense weights for 9 to 128 rows, on tensor cores, with fused operations after it.
 
 At these sizes, latencies matter more than bandwidth. So programs start while the previous kernel still runs (PDL, see
 step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K): each stores its part,

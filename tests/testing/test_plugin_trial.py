@@ -10,7 +10,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.registry.isolation import Verdict
-from headway.registry.plugin_sources import PluginSource
+from headway.registry.plugin_sources import PluginFile, PluginSource
 from headway.testing.diagnosis.scorecard import scorecard
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.checks.claims import CELL, source_of, try_plugin
@@ -214,7 +214,7 @@ def test_kernels_of_weights_are_tried_in_a_process(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HEADWAY_PLUGIN_TIMEOUT", "4")
     file = tmp_path / "kernels.py"
     file.write_text(KERNELS)
-    exits, hangs, wrong = try_plugins([plugin(f"{file}:{name}") for name in ("Exits", "Hangs", "Wrong")])
+    exits, hangs, wrong = try_plugins([PluginFile.of(f"{file}:{name}") for name in ("Exits", "Hangs", "Wrong")])
     assert "ends the process in the self-test of linear kernel exits on cpu: it exited with code 3" in exits.fault
     assert "hangs in the self-test of experts kernel hangs on cpu" in hangs.fault
     assert not wrong.fault

@@ -1,4 +1,4 @@
-// Grouped GEMM (MoE) over quantized experts, in tiles ("lots") of up to MOST_ROWS rows of one expert. The experts' weights are
+// Grouped GEMM (grouped_gemm, MoE) over quantized experts, in tiles ("lots") of up to MOST_ROWS rows of one expert. The experts' weights are
 // contiguous. As in shared_rows.cu, warps are side by side along the rows of W and share x: no warp has its own sum over K or copy of x.
 //
 // Four launches: arrange_lots finds the tiles, writes them to a table, and permutes the rows of their tokens into the order of pairs.cuh.

@@ -1,4 +1,4 @@
-// Skinny GEMM (MoE) over quantized experts with few tokens each: the warps of few_rows.cu, over tiles ("lots") of one expert's rows.
+// Skinny grouped_gemm (MoE) over quantized experts with few tokens each: the warps of few_rows.cu, over tiles ("lots") of one expert's rows.
 //
 // The first GEMM (GATHER) reads the rows of tokens and stores activated rows by pair of token and slot. Its thread blocks loop over all
 // output tiles of all lots. Adjacent thread blocks have the same output tile of consecutive lots, so that lots of one expert find its

@@ -1,7 +1,7 @@
 // GEMV and skinny GEMM over quantized weights for up to 16 rows: the time is that of reading the weight's bytes.
 //
-// A thread block computes tiles of PART_ROWS rows of the weight, one after the other. Its warps are side by side along K (split-K within
-// the thread block): each multiplies its own slices of every row. A warp's slices pass through a ring of STAGES steps in shared memory,
+// A thread block computes tiles of PART_ROWS rows of the weight, one after the other. Its warps are side by side along K (split_k
+// within the thread block): each multiplies its own slices of every row. A warp's slices pass through a ring of STAGES steps in shared memory,
 // while later steps and the next tile are being copied. Further warps add the sums of a tile, finish and store it, so that the warps that
 // multiply never wait for each other: there is room for the sums of two tiles.
 //

@@ -1,4 +1,4 @@
-// Split-K GEMM over quantized weights for tens to hundreds of rows: tensor core time matters, and x is too large for each warp to read
+// Split-K (split_k) GEMM over quantized weights for tens to hundreds of rows: tensor core time matters, and x is too large for each warp to read
 // its own.
 //
 // The warps of a thread block are side by side along the rows of W, TILES parts of 16 each. Four warps multiply together (wgmma, compute

@@ -7,7 +7,7 @@
 // As in shared_rows.cu, the warps of a thread block are side by side along the rows of W, TILES parts of 16 each; four warps multiply
 // together: W [64, 32] times x^T [32, MOST_ROWS]. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps,
 // and exits. Beyond MOST_ROWS rows, adjacent thread blocks multiply the same rows of W, which are in the L2 cache then. A cluster of
-// SPLITS thread blocks splits a sum over K (split-K).
+// SPLITS thread blocks splits a sum over K (split_k).
 //
 // The tensor cores' FP8 accumulator keeps about 14 bits of the largest sum: too few for a long row. So they add up 128 columns, and
 // threads add those sums in float32, multiplied by x's and W's block scales if any. Four warps add while four others multiply. Of two
