@@ -87,8 +87,15 @@ class UnknownBackendError(HeadwayError):
     def __init__(self, name: str, known: Mapping[str, str], failures: Sequence[str] = (), kind: str = "attention") -> None:
         near = difflib.get_close_matches(name, known, n=1)
         nearest = f" Nearest: {near[0]}." if near else ""
-        lines = [f"{kind} backend: asked for {name!r}, which nobody registered.{nearest} Registered here:"]
-        lines += [f"  {known_name:<12} {state}" for known_name, state in known.items()]
+        word = f"{kind} kernel" if kind in ("linear", "experts") else f"{kind} backend"
+        lines = [f"{word}: asked for {name!r}, which nobody registered.{nearest} Registered here:"]
+        if word.endswith("kernel"):  # dozens, which share a few states
+            lines += [
+                f"  {state}: {', '.join(each for each in known if known[each] == state)}"
+                for state in dict.fromkeys(known.values())
+            ]
+        else:
+            lines += [f"  {known_name:<12} {state}" for known_name, state in known.items()]
         lines += [f"  plugin that failed to load: {failure}" for failure in failures]
         super().__init__("\n".join(lines))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, pad, relu
 
-from headway.core.contract.errors import ModelError
+from headway.core.contract.errors import BackendError, ModelError
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import WeightFormat
 from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions
@@ -162,6 +162,12 @@ class InvariantOperations:
             y = self.product(x, linear)
             moved = all(torch.equal(self.product(x.roll(by, 0), linear), y.roll(by, 0)) for by in (1, self._rows // 2 + 1))
             if not moved or not torch.equal(self.product(x[-1:], linear), y[-1:]):
+                choice = linear.choice
+                if choice is not None and choice.is_invariant:
+                    raise BackendError(
+                        f"linear kernel {choice.kernel_for(1)}: needs rows whose bits do not depend on the others "
+                        f"(batch_invariant), got others for {choice.name}"
+                    )
                 raise ModelError(
                     f"deterministic: needs products whose rows have the same bits wherever they stand, got others from "
                     f"{self._rows} x {in_features} times {in_features} x {out_features} ({form}) in {x.dtype} on {x.device.type} "

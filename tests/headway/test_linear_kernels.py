@@ -22,7 +22,6 @@ from headway.contract import (
     LinearCapabilities,
     LinearKernel,
     LinearParts,
-    ModelError,
     PluginError,
     UnknownBackendError,
 )
@@ -418,7 +417,7 @@ def test_deterministic_mode_takes_those_that_declare_it(folders: tuple[Path, Pat
         ConfigError, match="batch_invariant: needs a kernel that declares it, in deterministic mode, got one that"
     ):
         serve(folders[1], Plain, linear_kernel="plain_too", deterministic=True)
-    with pytest.raises(ModelError, match="deterministic: needs products whose rows have the same bits"):
+    with pytest.raises(BackendError, match="linear kernel drifting: needs rows whose bits do not depend on the others"):
         serve(folders[1], Drifting, linear_kernel="drifting", deterministic=True)
     wrong_too = type("WrongToo", (RowByRow,), {"name": "wrong_too", "apply": wrong})
     with pytest.raises(BackendError, match="linear kernel wrong_too: needs a right answer for plain .* off by"):

@@ -173,7 +173,18 @@ class ExpertLayer(CountedLayer):
             raised = raised.error if isinstance(raised, KernelRaisedError) else raised
             return f"{type(raised).__name__}: {raised}"
         right = error < max_error(kernel, self.kind.dtype, _TOLERANCE, third_party)
+        if right and third_party and self.kind.fixed and not self._is_invariant(kernel):
+            return "batch_invariant: the bits of a token depend on the others"
         return "" if right else f"its answer is off by {error:.1e} with {count} tokens"
+
+    def _is_invariant(self, kernel: ExpertsKernel) -> bool:
+        """Return whether the last token of a step has the same bits in a step of its own."""
+        whole = self.sample.routed(self.tokens(TRIED[-1])[0], kernel)
+        alone = dataclasses.replace(whole, x=whole.x[-1:], experts=whole.experts[-1:], weights=whole.weights[-1:])
+        found = [torch.zeros_like(each.x) for each in (whole, alone)]
+        for routed, out in zip((whole, alone), found, strict=True):
+            self.sample.add(kernel, routed, out)
+        return torch.equal(found[0][-1:], found[1])
 
     def _error(self, kernel: ExpertsKernel, count: int) -> float:
         routed = self.sample.routed(self.tokens(count)[0], kernel)

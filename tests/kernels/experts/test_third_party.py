@@ -259,7 +259,7 @@ def test_a_layer_outside_its_claims_is_refused_with_reasons(
 
 
 def test_a_name_that_cannot_be_is_an_error(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(UnknownBackendError, match="experts backend: asked for 'gatherd'"):
+    with pytest.raises(UnknownBackendError, match="experts kernel: asked for 'gatherd'"):
         served(folder, Gathered, experts_kernel="gatherd")
     with pytest.raises(UnsupportedError, match=r"experts kernel cuda\.rows8 cannot be used here"):
         served(folder, experts_kernel="cuda.rows8")
@@ -267,9 +267,8 @@ def test_a_name_that_cannot_be_is_an_error(folder: str, tmp_path: Path) -> None:
         UnsupportedError, match="batch_invariant: needs a kernel that declares it, in deterministic mode, got one that"
     ):
         served(folder, Gathered, experts_kernel="gathered", deterministic=True)
-    declaring = type(
-        "Declaring", (Gathered,), {"name": "declaring", "capabilities": replace(Gathered.capabilities, batch_invariant=True)}
-    )
+    claims = replace(Gathered.capabilities, batch_invariant=True)
+    declaring = type("Declaring", (Gathered,), {"name": "declaring", "capabilities": claims, "apply": token_by_token})
     with pytest.raises(
         UnsupportedError, match="needs a kernel for any number of rows, in deterministic mode, got one for up to 16"
     ):
@@ -279,9 +278,25 @@ def test_a_name_that_cannot_be_is_an_error(folder: str, tmp_path: Path) -> None:
     found = served(folder, declaring, experts_kernel="declaring", deterministic=True)
     assert declaring.calls > 2 * 6
     assert found == served(folder, deterministic=True)
+    drifting = type("Drifting", (declaring,), {"name": "drifting", "apply": drifts})
+    with pytest.raises(
+        BackendError, match="^experts kernel drifting: batch_invariant: the bits of a token depend on the others$"
+    ):
+        served(folder, drifting, experts_kernel="drifting", deterministic=True)
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="model: needs layers of experts, got one without"):
         served(str(tmp_path), Gathered, experts_kernel="gathered")
+
+
+def token_by_token(self: Gathered, x: Tensor, experts: Tensor, scores: Tensor, weights: ExpertsWeights, out: Tensor) -> None:
+    for token in range(len(x)):
+        one = slice(token, token + 1)
+        Gathered.apply(self, x[one], experts[one], scores[one], weights, out[one])
+
+
+def drifts(self: Gathered, x: Tensor, experts: Tensor, scores: Tensor, weights: ExpertsWeights, out: Tensor) -> None:
+    """Add what is right, times a factor that the number of tokens changes."""
+    token_by_token(self, x, experts, scores * (1 + 1e-6 * len(x)), weights, out)
 
 
 def test_weights_stay_quantised_where_a_kernel_reads_them(tmp_path: Path) -> None:
