@@ -139,7 +139,7 @@ class ScheduledStep:
     """A step: individually scheduled sequences, then the members of the decode batch."""
 
     def __init__(self, individual: list[ScheduledSequence], batch: DecodeBatch | None) -> None:
-        """individual: prefill and extend first. batch: members join the step as they are now, since the batch advances early."""
+        """individual: prefill and extend first. batch: its current members are in the step; it advances before the step runs."""
         self.individual = individual
         self.members: list[Sequence] = [] if batch is None else batch.members
         places = _NO_MEMBERS if batch is None else batch.places
@@ -286,7 +286,7 @@ class SampledExtras:
     logprobs: Mapping[int, list[TokenLogprobs]]
     """Log-probabilities of a sampling sequence's tokens, rejected drafts included, keyed as in `errors`."""
     prompt_logprobs: Mapping[int, tuple[int, list[TokenLogprobs]]]
-    """Log-probabilities of prompt tokens, by the sequence's index in the step: position of the first, and one entry per token."""
+    """Index of a sequence in the step -> position of its first scored prompt token, and the log-probabilities of each token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,7 +294,7 @@ class Sampled:
     """Tokens of a step, for the sequences that sample, in the step's order."""
 
     tokens: NDArray[numpy.int64]
-    """int64 [rows, drafts + 1]: accepted drafts and the next token. NOT_A_TOKEN for NaN logits, NO_TOKEN_LEFT if none is allowed.
+    """int64 [rows, drafts + 1]: accepted drafts, then the next token, NOT_A_TOKEN (NaN logits) or NO_TOKEN_LEFT (none allowed).
     """
     counts: NDArray[numpy.int64]
     """int64 [rows]: number of valid tokens; 1 without drafts."""

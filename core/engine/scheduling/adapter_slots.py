@@ -14,8 +14,8 @@ class AdapterTable:
     """Adapters by ID, and the slots that contain them.
 
     The adapter of a running sequence stays in its slot, so a step has at most as many adapters as there are slots. An unused
-    adapter stays in its slot until a different adapter needs it; the least recently used is evicted first. Adapters in use also
-    stay in host memory, so that no step reads a file.
+    adapter stays in its slot until a different adapter needs it; the least recently used is evicted first. The adapters of
+    unfinished requests stay in host memory, so that no step reads a file.
     """
 
     def __init__(self, reader: AdapterReader) -> None:

@@ -38,7 +38,7 @@ class _DraftRecord:
     seen: int = 0  # Draft tokens in that mean
 
     def acceptance(self, of_all: float) -> float:
-        """Return the acceptance probability: the sequence's own, weighted with that of all sequences while its drafts are few."""
+        """Return the sequence's acceptance rate, weighted with `of_all`, that of all sequences, while its drafts are few."""
         return (self.seen * self.share + _PRIOR * of_all) / (self.seen + _PRIOR)
 
 
@@ -46,7 +46,7 @@ class Drafting:
     """Proposes draft tokens for the running sequences if that is faster.
 
     A step that verifies k drafts for each of n sequences writes n + sum(a + a^2 + ... + a^k) tokens, where a is a sequence's
-    measured acceptance, but takes longer than a plain step. Both are measured as steps run (`StepTimes`). If no width gives more
+    measured acceptance, but takes longer than a plain step. Both quantities are measured as steps run. If no width gives more
     tokens per second than a plain step, drafting rests: the host runs ahead of the device again, and steps are as fast as without
     speculation. After a rest, drafts are tried again.
     """
@@ -67,7 +67,7 @@ class Drafting:
         self._trial = False
         self._measuring = False
         self._refused = 0
-        """`_trial`: True if the next step may try drafts after a rest. `_measuring`: True if the trial measures, which takes
+        """`_trial`: True if the next step may try drafts after a rest. `_measuring`: True if the trial measures; this takes
         several steps in a row, because the first step after a rest takes longer. `_refused`: number of trials refused
         because of step times."""
         self._reason = ""

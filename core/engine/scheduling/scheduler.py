@@ -126,7 +126,7 @@ class Scheduler:
         self._batch.clear()
 
     def schedule(self, all_read: bool = True) -> ScheduledStep:
-        """Return the next step: prefill and extend, then decode; empty if all wait. all_read: True if no step is in flight."""
+        """Return the next step: prefill and extend, then decode. Empty if all wait. all_read: True if no step is in flight."""
         if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
             self.dissolve_batch()
         if self.offloader is not None:

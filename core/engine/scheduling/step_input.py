@@ -158,7 +158,7 @@ def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:
 
 
 def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bool) -> int | None:
-    """Return a smaller token budget after a step ran out of memory; None if none helps. chunked: True if prompts may be split."""
+    """Return a smaller token budget after a step ran out of memory, or None. chunked: True if prompts may be split."""
     tokens = sum(scheduled.num_new_tokens for scheduled in step)
     smallest = 1 if chunked else max(scheduled.num_new_tokens for scheduled in step)
     if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
@@ -240,7 +240,7 @@ def _with_members(
     new_pages: tuple[NewPages, ...],
     copies: tuple[PageCopy, ...],
 ) -> StepInput:
-    """Return the input of a step: the individual sequences, then the members of the batch. token_ids: tokens of the former."""
+    """Return the input of a step: the individual sequences, then the batch's members. token_ids: tokens of `individual`."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
     members = StepInput.continuing(step.rows, step.context_lens)
     # With drafts all tokens have been read, and a graph that verifies takes none from the device.
