@@ -88,8 +88,8 @@ class MirroredTables:
         self._num_updates = 0  # `HostBlockTables.num_updates` at the last fill of the mirror
 
     def fill(self, rows: NDArray[numpy.int64], tables: HostBlockTables) -> int:
-        """Write the block table of `rows[i]` to entry i of each group. Returns the number written. tables: always the same
-        object."""
+        """Write the block table of `rows[i]` to entry i of each group. Returns the number of tables written. tables: the same
+        object in every call."""
         if tables.last_change <= self._num_updates and (self._rows == rows).all():
             return 0
         stale = numpy.flatnonzero((self._rows != rows) | (tables.updated[rows] > self._num_updates))
@@ -257,7 +257,7 @@ class PagedAttention:
         return [metadata[group] for group in self.groups]
 
     def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
-        """Set the slots and the writers of a step's k and v. Returns the metadata per kind; empty if no layer attends."""
+        """Set the slots and the writers of a step's k and v. Returns the metadata per kind of layer."""
         step = self._views(metadata)
         self._slots = [each.slot_mapping for each in step]
         self._decode_writes = self._writing(step[0], decode) if step else []
@@ -268,7 +268,7 @@ class PagedAttention:
         return _Part(phase, tokens, serving, [plans[spec] for spec in self._kinds])
 
     def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
-        """Return, per kind, whether its backend writes k and v itself. Only a decode of one token per sequence allows that."""
+        """Return, per kind of layer, whether the backend writes k and v. Only a decode of one token per sequence allows that."""
         plain = not metadata.num_prefills and metadata.max_query_len == 1
         return [plain and decode[spec].decode_writes for spec in self._kinds]
 

@@ -190,7 +190,7 @@ class PiecewiseGraphs:
         return _PiecewiseGraph(size, calls, graphs, borrowed(hidden))
 
     def _out(self, layer: int, q: Tensor) -> Tensor:
-        """Return the output memory of a layer's attention: shared by all layers, since each reads before the next writes."""
+        """Return memory for a layer's attention output. Layers share it: an output is read before the next layer writes."""
         return self._room((q.shape[1], self._attention.value_head_dims[layer]), q)
 
     def _state_out(self, layer: int, x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class PiecewiseGraphs:
         return room[: like.shape[0]]
 
     def run(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor | None:
-        """Return hidden states [num_tokens, hidden_size] of the step that attention was begun for, valid until the next step.
+        """Return hidden states [num_tokens, hidden_size] of the step that attention is set up for, valid until the next step.
         None if no graph has this many tokens.
         ids, positions: int64 [num_tokens]. slots: int32 [num_tokens]: adapter slots of the tokens."""
         count = len(ids)
@@ -378,8 +378,8 @@ class DecodeGraphs:
 class PrefillGraphs:
     """Graphs of one prompt each, by captured length. A prompt uses the shortest graph that is long enough.
 
-    A length is captured with its fastest backend. A prompt uses that graph whichever backend is fastest at its own length or
-    or currently selected: a replay saves more than the difference between similarly fast backends.
+    A length is captured with its fastest backend. A prompt uses that graph whichever backend is fastest at its length or
+    currently selected: a replay saves more than the difference between similarly fast backends.
     """
 
     def __init__(self, step: ModelStep) -> None:
@@ -430,7 +430,7 @@ class VerifyGraphs:
         self._refused = ""
 
     def capture(self, max_decode_len: int, selector: Selector, recorder: GraphRecorder) -> None:
-        """Record each width up to max_decode_len at powers of two of sequences, largest first, with the fastest backend."""
+        """Record each width up to max_decode_len, for 1, 2, 4, ... sequences, largest first, with the fastest backend."""
         started, step = time.perf_counter(), self._step
         longest, states = step.max_model_len - PADDING_CONTEXT, step.attention.states
         widths = [WIDTHS[0], *(wider for width, wider in pairwise(WIDTHS) if width < max_decode_len)]

@@ -133,7 +133,7 @@ class Launched(LaunchFacts):
     _sampled: Sampled | None = field(default=None, init=False)
 
     def wait(self) -> Sampled:
-        """Return the step's tokens, waiting for them. May be called again. A kernel's fault is raised here at the latest."""
+        """Return the step's tokens, waiting for them. May be called again. A kernel's error is raised here at the latest."""
         if self._sampled is None:
             self._sampled = self._read()
         return self._sampled
