@@ -69,7 +69,7 @@ def _octave(count: int) -> int:
 
 
 class PrefillTimer:
-    """Times steps for `OffloadCosts` on the host, from the later of launch and the previous step's end, to the step's end."""
+    """Measures step times for `OffloadCosts` on the host, from the launch or, if later, the previous step's end."""
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
         """stats: counters that count every launched step. now: clock, in seconds."""

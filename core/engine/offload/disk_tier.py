@@ -298,7 +298,7 @@ def _name_of(file_name: str) -> PageName:
 
 
 def _trim(folder: Path, max_bytes: int, own: Path) -> int:
-    """Delete the least recently used pages of all models until the rest fits. Returns the bytes of pages outside `own`."""
+    """Delete the least recently used pages of all models until the rest fits. Returns the size of pages outside `own`."""
     found = [(path.stat(), path) for path in folder.glob("*/*.page") if _NAME.fullmatch(path.name)]
     total = sum(stat.st_size for stat, _ in found)
     others = sum(stat.st_size for stat, path in found if path.parent != own)

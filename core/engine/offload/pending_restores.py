@@ -68,7 +68,7 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if too few pages are free.
+        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if pages or slots are lacking.
         spared: see `Restore.spared`."""
         saved = self._blocks.checkpoints
         if saved is not None and not saved.has_slot_for(self._blocks.name_of_start(seq, length)):

@@ -59,7 +59,7 @@ class _Fault(NamedTuple):
 
 
 class RankWatch:
-    """Watchdog that receives the ranks' messages and checks their heartbeats, in threads, until it is stopped or one is lost."""
+    """Watchdog threads that receive the ranks' messages and check the heartbeats, until stopped or until a rank is lost."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         """ranks: all except rank 0. own: rank 0's heartbeat and progress."""

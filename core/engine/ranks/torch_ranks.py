@@ -111,7 +111,7 @@ class TorchRanks:
         return kernel(x, onto)
 
     def sum_by(self, sums: Sequence[AllReduceKernel], times: AxisTimes | None) -> None:
-        """Use these all-reduce kernels from now on. Call it before any graph is captured. times: None tries them in order."""
+        """Use these all-reduce kernels from now on. Call it before any graph is captured. times: None uses their order."""
         self.sums = sums
         self.times = times
         self._chosen.clear()
