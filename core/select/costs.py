@@ -315,7 +315,7 @@ def _off_lines(axes: Axes, lines: Sequence[Sequence[int]]) -> int:
 
 
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
-    """Return the correction range of a point along one axis: to the next grid line, or to a nearer known point of its row."""
+    """Return a point's correction range along one axis: up to the next grid line, or to a nearer known point of the row."""
     value = axes[number]
     row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
     ends = sorted({*row, *line, value})

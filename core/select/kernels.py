@@ -183,7 +183,7 @@ class KernelRegistry(Generic[K, T]):
         return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
 
     def _with_known_layout(self, reason: Reason) -> Reason:
-        """Replace a hint to use an unregistered layout, since a backend may support layouts of a plugin that is not installed."""
+        """Replace a hint to use an unregistered layout, since a backend may support layouts of another plugin."""
         option, _, layout = reason.hint.partition(" ")
         if option != "--kv-layout" or layout in self.layouts:
             return reason
@@ -306,7 +306,7 @@ class Candidates(ABC, Generic[S, B, L]):
 
     @property
     def first(self) -> S:
-        """Spec of the first layer that has a cache."""
+        """Spec of the first layer in the last phase, which is the spec with a cache if the layer has one."""
         return [*self.specs.values()][-1][0]
 
     @abstractmethod
@@ -392,7 +392,7 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         return [(shape, count) for shape, count in asked.steps() if shape.phase in self.specs]
 
     def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
-        """Return the layout of a layer's cache: the chosen one, or the first registered one that fits if that cannot hold its
+        """Return the layout of a layer's cache: the chosen one, or the first registered layout that fits if that cannot hold the
         values.
 
         Layers differ in whether their value is part of the key or separate.

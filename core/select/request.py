@@ -161,7 +161,7 @@ class LayerSpecs:
         return [phase for phase in Phase if phase in asked]
 
     def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
-        """Return the phases in which layers use a spec or a kind, of a cache or non-absorbed."""
+        """Return the phases in which layers use a spec, or a kind of spec, whether a cache's or non-absorbed."""
         if spec.dense:
             return frozenset({Phase.PREFILL})
         latent = any(spec.kind == cached.kind for cached in self.expanded)
