@@ -185,7 +185,7 @@ class ExpertsCapabilities:
     clamped: bool = False
     """True if `swiglu_alpha` other than 1 and `swiglu_limit` are supported."""
     partial: bool = False
-    """True if layers are supported even if a rank holds only some of the routed experts (`ExpertsConfig.held`)."""
+    """True if the kernel supports layers with only some of the routed experts on a rank (`ExpertsConfig.held`)."""
 
     def check(self, spec: ExpertsSpec) -> Support:
         """Return every reason why a layer is outside the claims. The result is truthy if there is none. Never raises."""

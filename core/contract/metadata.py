@@ -40,7 +40,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Metadata of one step. Tokens of all sequences are packed: sequences in PREFILL or EXTEND come first, then those in DECODE.
+    """Metadata of one step. Tokens of all sequences are packed: sequences in PREFILL or EXTEND first, then sequences in DECODE.
 
 
     Field names are vLLM's. The `_cpu` tensors are host copies, made before the upload, so that no backend has to synchronise.

@@ -393,13 +393,13 @@ class Holding(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """Snapshot of an engine, with the sequences that hold pages."""
+    """Snapshot of an engine, with the sequences that reference pages."""
 
     engine: EngineSnapshot
     holdings: tuple[Holding, ...]
-    """Page counts of the sequences, in order of their start, up to the requested number."""
+    """Page counts of the sequences in order of their start, at most as many as requested."""
     num_holding: int
-    """Number of sequences that hold pages, whether or not `holdings` lists them."""
+    """Number of sequences that reference pages, whether or not `holdings` lists them."""
     num_decoding: int
     """Number of sequences whose prompt has been computed."""
     num_decoding_tokens: int

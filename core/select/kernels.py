@@ -302,7 +302,7 @@ class Candidates(ABC, Generic[S, B, L]):
         self.places = places
         """Placements that the user's options allow, preferred first."""
         self.all_places = all_places
-        """All placements, including placements that the user's options exclude."""
+        """Placements that could be allowed by other options: every registered layout with each default block size."""
 
     @property
     def first(self) -> S:

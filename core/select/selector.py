@@ -294,7 +294,7 @@ class Rated(NamedTuple):
 class KernelSelector(Generic[S, B, L]):
     """Chooses, for all layers of one kind, a layout and block size with which every phase runs as the user requested.
 
-    A kernel that the user named is used, or rejected with all reasons. Otherwise `auto` chooses the least measured cost over the
+    A kernel that the user named is used, or rejected with all reasons. Otherwise `auto` minimizes the measured cost over the
     workload. Without times, each phase gets the first kernel in rank order that supports every layer.
     """
 
@@ -331,7 +331,7 @@ class KernelSelector(Generic[S, B, L]):
 
     @property
     def all_costs(self) -> StepCosts | None:
-        """Measured times for the selected layout and block size, whether or not they decided. None if there are none."""
+        """Measured times for the selected layout and block size, even if they did not decide. None if there are none."""
         return StepCosts(self._parts, self.selection.layout.name, self.selection.block_size) if self._parts else None
 
     def rated(self, shape: Shape, chosen: str) -> list[Rated]:

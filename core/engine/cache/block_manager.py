@@ -40,7 +40,7 @@ class FreePages:
     """Reference counts, and the free pages in eviction order: pages without reusable content, then the least recently freed."""
 
     def __init__(self, num_pages: int, first: int = 0) -> None:
-        """first: index of the first usable page; earlier ones are never allocated."""
+        """first: index of the first usable page. Earlier pages are never allocated."""
         self.ref_counts = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_pages))
         self._first = first
@@ -104,7 +104,7 @@ class PagesUsed(NamedTuple):
     cached: int
     """Number of pages that no sequence references and whose content prefix lookups can find."""
     num_freed: int
-    """Pages that sequences have freed since the start because they left the attention window."""
+    """Number of pages that sequences have freed since the engine's start because the pages left the attention window."""
 
 
 class AbsentPage(NamedTuple):
@@ -177,7 +177,7 @@ class BlockManager:
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
         """Attach the cached pages of the longest prefix hit to a sequence without pages. Returns the number of cached tokens.
 
-        Every group must hold the prefix. partly: True to count the matching part of one more page. That part is noted in
+        Every group must have the prefix cached. partly: True to count the matching part of one more page. That part is noted in
         `seq.prefix_copies` and must be copied before the step that computes the rest; until then the sequence holds the source.
         At least the last token is left to compute, because its logits are needed.
         """
@@ -259,7 +259,7 @@ class BlockManager:
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
     def longest_hit(self, seq: Sequence, partly: bool, also: StoredElsewhere | None = None) -> int:
-        """Return the length in tokens of the longest prefix that every group holds. also: finds content outside the pool."""
+        """Return the length in tokens of the longest prefix cached in every group. also: finds content outside the pool."""
         if self.checkpoints is None:
             length = self._longest_cached(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
@@ -280,11 +280,11 @@ class BlockManager:
         return 0
 
     def name_of_start(self, seq: Sequence, length: int) -> bytes:
-        """Return the name of a sequence's first `length` tokens: the digest of the page that ends there, if one does."""
+        """Return the name of a sequence's first `length` tokens: the digest of the page that ends after them, if any."""
         return self.prefixes[0].digest_of_start(seq, length)
 
     def _longest_cached(self, seq: Sequence, at_most: int, partly: bool, also: StoredElsewhere | None = None) -> int:
-        """Return the length of the longest prefix, up to `at_most` tokens, whose pages every group holds."""
+        """Return the length of the longest prefix, up to `at_most` tokens, whose pages are cached in every group."""
         length = before = at_most
         while True:
             for number, prefixes in enumerate(self.prefixes):

@@ -193,7 +193,7 @@ class GroupPrefixes:
         self.index.add(page, parent, tokens, digest)
 
     def find(self, seq: Sequence, number: int) -> int | None:
-        """Return the page of the pool that holds the `number`-th whole page of a sequence, or None."""
+        """Return the pool's page with the content of a sequence's whole page at index `number`, or None if there is none."""
         size = self.group.page_size
         return self.index.find(self.digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
 

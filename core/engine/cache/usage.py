@@ -78,7 +78,7 @@ def cache_usage(
     slots: StateSlots | None = None,
     num_offloaded_states: int = 0,
 ) -> CacheUsage:
-    """Return the usage of every block. running: all sequences that hold pages. slots: state slots, or None."""
+    """Return the usage of every block. running: all sequences that reference pages. slots: state slots, or None."""
     store, rows = blocks.checkpoints, sum(seq.row is not None for seq in running)
     groups = [
         GroupUsage(

@@ -158,7 +158,7 @@ class Sequence:
 
     # Managed by the block manager:
     tables: list[PageTable]
-    """One table per cache group while the sequence holds pages."""
+    """One table per cache group while the sequence references pages."""
     capacity: int = 0
     """Number of tokens that fit in the sequence's pages, in every group."""
     next_boundary: int = 0

@@ -108,7 +108,7 @@ class EngineStats:
     steps_by_backend: Counter[str] = field(default_factory=Counter)
     """Number of steps in which each backend ran a phase."""
     steps_by_phase: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of steps by phase and backend. If several backends run parts of a phase, the first backend counts."""
+    """Number of steps, by phase and backend. If several backends run parts of a phase, the first backend counts."""
     steps_without_graph: Counter[str] = field(default_factory=Counter)
     """Number of steps launched kernel by kernel although CUDA graphs are on, by reason."""
     steps_in_pieces: Counter[str] = field(default_factory=Counter)

@@ -147,7 +147,7 @@ class CapturedStep(ABC):
         self._states = states
         self.backends = (name_of(backends),)
         self.rows = fields.rows
-        """Rows of `newest` that the last replay wrote, padding included."""
+        """Indices of the rows of `newest` that a replay writes, padding included."""
         self._keys = fields.keys.view(-1)
         self._scales = fields.scales.view(-1)
         self._filters = fields.filters.view(len(fields.filters), -1)

@@ -21,10 +21,10 @@ FIRST_ACCEPTANCE = 0.8
 """Assumed acceptance rate before any draft was verified. It is high so that some drafts are verified, and so measured."""
 _HOPE = 0.5  # Minimum acceptance rate assumed in a trial after a rest
 _PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
-"""In draft tokens: weight of the mean over all sequences; memory of a sequence's running mean; memory of the mean over all
-sequences. The memories are long enough that good drafts seldom look bad by chance."""
+"""Weight of the mean over all sequences, memory of a sequence's running mean, and memory of the mean over all sequences, each in
+draft tokens. The memories are long enough that good drafts seldom look bad by chance."""
 _SHORT_REST, _LONG_REST = 4, 64
-"""Minimum and maximum number of steps without drafts before a trial; it doubles while drafts do not pay. A trial assumes
+"""Minimum and maximum number of steps without drafts before a trial. The number doubles while drafts do not pay. A trial assumes
 that half of its drafts are accepted, so it takes at most twice as long as a plain step: one trial in 64 steps costs under 2 %."""
 _REFUSED = 32  # Trials refused because of step times, after which these times are measured anew
 
