@@ -211,7 +211,7 @@ class BlockManager:
         return length
 
     def attach_pages(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Attach pages for the first `length` tokens to a sequence without pages, and a state slot if layers keep states.
+        """Attach pages for the first `length` tokens to a sequence without pages, and a state slot if the model has state layers.
 
         Pages found in the pool are shared. Missing pages are allocated and returned, for the caller to fill: also a last partial
         page (only sequences with a state have one), and the state, which comes last. Until the caller sets `num_computed` to

@@ -66,7 +66,7 @@ class DecodeBatch:
         return places
 
     def passed(self, place: int) -> None:
-        """Note that the filled pages of the member at this index have been published."""
+        """Record that the filled pages of the member at this index have been published."""
         seq = self.members[place]
         self._counts[2, place] = seq.next_boundary - self._counts[0, place]
         if seq.table_changes:

@@ -106,11 +106,11 @@ class LayersWithState:
                 ) from error
 
     def first_of(self, kind: StateSpec) -> int:
-        """Return the index of the first layer of a kind."""
+        """Return the index of the first layer of a kind of state layer."""
         return self._kind_of.index(self.kinds.index(kind))
 
     def serving_in(self, kind: StateSpec, phase: Phase) -> StateBackend:
-        """Return the backend for layers of a kind in a phase."""
+        """Return the backend for layers of a kind of state layer in a phase."""
         return (self._step if phase is Phase.DECODE else self._scan)[kind]
 
     def metadata_of_rows(self, lengths: AttentionMetadata, num_drafts: int) -> StateMetadata:

@@ -87,7 +87,7 @@ class StepFields(NamedTuple, Generic[Field]):
     tables: Field
     """int32 [g, n, blocks]: block tables."""
     states: Field
-    """int32 [n], decode or verification with layers that keep states: slot of each sequence's state. -1 for padding."""
+    """int32 [n], decode or verification with state layers: slot of each sequence's state. -1 for padding."""
     adapters: Field
     """int32 [n], [n, w] or [t], if sequences may have adapters: slot of each token's adapter. NO_ADAPTER for none and padding."""
     out_states: Field

@@ -143,7 +143,7 @@ class WarmUp:
         )
 
     def _attend(self, spec: AttentionSpec) -> None:
-        """Run attention of one layer of a kind, with each backend that auto may choose in each phase."""
+        """Run attention of one layer of this spec's kind, with each backend that auto may choose in each phase."""
         layer = self._attention.specs.index(spec)
         q, k, v = self.layer_inputs(layer)
         group = next(group for group in self._groups if layer in group.layers)

@@ -81,7 +81,7 @@ class PrefillTimer:
         self._last = 0.0  # End time of the last step
 
     def launched(self, began: float) -> None:
-        """Note a step that has been launched and counted. began: time when its launch began."""
+        """Record a step that has been launched and counted. began: time when its launch began."""
         before = self._counted
         self._counted = (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
         self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
@@ -91,7 +91,7 @@ class PrefillTimer:
         self._launched.clear()
 
     def read(self) -> None:
-        """Note that the oldest step in flight has ended."""
+        """Record that the oldest step in flight has ended."""
         began, num_prompt_tokens, num_decodes = self._launched.popleft()
         now = self._now()
         self._costs.note_step(num_prompt_tokens, num_decodes, now - max(began, self._last))

@@ -80,7 +80,7 @@ class DiskTier:
         return pending
 
     def abandon(self, fetching: Pending[frozenset[PageName]]) -> None:
-        """Note that no sequence waits for the pages of a fetch any more."""
+        """Record that no sequence waits for the pages of a fetch any more."""
         for pending, names in self._fetching:
             if pending is fetching:
                 self._abandoned.update(names)

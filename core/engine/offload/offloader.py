@@ -39,7 +39,7 @@ class Offloader:
     restored. A preempted sequence is *swapped* in the same way: its pages stay in the pool until they are needed, are then copied
     out, locked, and restored. Only the tokens of a partial last page are recomputed.
 
-    If layers keep states, a prefix is restored together with the state at its end, a checkpoint, which is copied out when the
+    With state layers, a prefix is restored together with the state at its end, a checkpoint, which is copied out when the
     device evicts it. The state of a preempted sequence cannot be rewound to the end of a page. It is copied out at once, as is
     the last page, and the sequence continues from that state.
     """

@@ -72,7 +72,7 @@ class AdapterTable:
         return made
 
     def release(self, adapter: KnownAdapter) -> None:
-        """Note that a sequence that uses the adapter has ended."""
+        """Record that a sequence that uses the adapter has ended."""
         adapter.num_unfinished -= 1
         self._unfinished[adapter.digest] -= 1
         if not self._unfinished[adapter.digest]:
@@ -112,7 +112,7 @@ class AdapterTable:
         return adapter.digest in self._slot_of or bool(self._free) or len(self._running) < len(self._slot_of)
 
     def vacate(self, adapter: KnownAdapter) -> None:
-        """Note that a sequence that uses the adapter no longer runs."""
+        """Record that a sequence that uses the adapter no longer runs."""
         self._running[adapter.digest] -= 1
         if not self._running[adapter.digest]:
             del self._running[adapter.digest]

@@ -208,7 +208,7 @@ class Drafting:
         log.warning("speculation: request %s continues without drafts, because its proposer raised %r", seq.request_id, error)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        """Note that a step verified a sequence's drafts and accepted the first `accepted`."""
+        """Record that a step verified a sequence's drafts and accepted the first `accepted`."""
         known = self._known.get(seq)
         if known is not None:
             self._learn(known, accepted, int(accepted < drafts))
@@ -221,7 +221,7 @@ class Drafting:
             self._acceptance += (hit - self._acceptance) / self._seen
 
     def stepped(self, step: ScheduledStep, read: bool, stats: EngineStats) -> None:
-        """Note that a step was launched. read: True if this step has been read; False if the previous step was read instead."""
+        """Record that a step was launched. read: True if this step has been read; False if the previous step was read instead."""
         now = time.perf_counter()
         drafts = max((each.num_draft_tokens for each in step.individual), default=0)  # members of the decode batch have no drafts
         reason = self._reason
