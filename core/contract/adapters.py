@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # options need no torch
     from torch import Tensor
 
 NO_ADAPTER = -1
-"""Slot number for a sequence or row without an adapter."""
+"""Adapter slot index of a sequence or row that uses no adapter."""
 
 
 LONGEST_NAME = 256
@@ -23,7 +23,7 @@ LONGEST_NAME = 256
 def check_name(what: str, name: object) -> None:
     """Check a name that requests use for a model or an adapter.
 
-    what: option or field, for the error message.
+    what: name of the option or field, for the error message.
 
     :raises ConfigError: if the name is empty or too long, or has unprintable characters.
     """
@@ -40,11 +40,11 @@ class LoRARequest:
     """The adapter of a request. Field names are vLLM's."""
 
     lora_name: str
-    """Name of the adapter, for people."""
+    """Human-readable name of the adapter."""
     lora_int_id: int
-    """Number of the adapter, at least 1. It identifies the adapter in an engine, so adapters in use need different numbers."""
+    """ID of the adapter, at least 1. The engine identifies the adapter by this ID, so adapters in use need different IDs."""
     lora_path: str = ""
-    """Folder that peft has written, or a Hugging Face hub id."""
+    """Adapter folder written by PEFT, or a Hugging Face hub ID."""
     long_lora_max_len: int | None = None
     """Ignored, as in current vLLM."""
     base_model_name: str | None = None
@@ -52,10 +52,10 @@ class LoRARequest:
     tensorizer_config_dict: Mapping[str, Any] | None = None
     """Not supported: adapters are read from safetensors."""
     load_inplace: bool = False
-    """True if an adapter with the same number in the engine is replaced."""
+    """True to replace an adapter with the same ID in the engine."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: if the name is invalid, the number or path is missing, or a tensorizer config is given."""
+        """:raises ConfigError: if the name is invalid, the ID or path is missing, or a tensorizer config is given."""
         check_name("lora_name", self.lora_name)
         if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
             raise ConfigError("lora_int_id", "a whole number of at least 1", repr(self.lora_int_id))

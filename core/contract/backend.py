@@ -43,11 +43,11 @@ class Lengths(NamedTuple):
 
 
 _MAX_PAIRS = 2**27
-"""Maximum of query tokens x context tokens in a warm-up step. Larger steps are slow and select no other kernels."""
+"""Maximum product of query tokens and context tokens in a warm-up step. Larger steps are slow and select no other kernels."""
 
 
 def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
-    """Yield steps of a phase whose sizes are powers of two, or just above.
+    """Yield steps of a phase, with sizes that are powers of two or just above.
 
     The number of sequences and of query tokens per sequence are powers of two and their successors; context lengths are powers of
     4 (decode) or 16. These steps reach every kernel of a backend that selects kernels by these numbers and switches at powers of
@@ -107,8 +107,8 @@ class AttentionBackend(Kernel):
 
     A subclass sets `name` and `capabilities`, and implements `plan` and at least one of `prefill` and `decode`. The engine makes
     one instance per distinct `AttentionSpec`. In each step, the engine calls `plan` once; then, for each layer, it writes k and v
-    to the cache and calls `prefill` or `decode`. These two must not synchronise with the host. They must not allocate memory
-    either if `graph_level` promises that. If an instance sets `decode_writes`, the engine calls `write_and_decode` instead of the
+    to the cache and calls `prefill` or `decode`. `prefill` and `decode` must not synchronise with the host, nor allocate memory
+    if `graph_level` allows their capture. If an instance sets `decode_writes`, the engine calls `write_and_decode` instead of the
     write and `decode` in steps that allow it.
     """
 
@@ -130,9 +130,9 @@ class AttentionBackend(Kernel):
 
     @classmethod
     def check_options(cls, options: Mapping[str, str]) -> None:
-        """Check that the backend has all of these options.
+        """Check that the backend has every option in `options`.
 
-        :raises ConfigError: if the backend does not have an option.
+        :raises ConfigError: if the backend lacks one of the options.
         """
         for key in options:
             if key not in cls.options:
@@ -185,7 +185,7 @@ class AttentionBackend(Kernel):
 
         The engine runs each step once before it is ready, and each decode step also together with a prompt, so that no request
         waits for a kernel to be compiled or loaded. `EngineStats.compilations` counts later compilations. Override this method if
-        kernels are selected at other sizes than powers of two.
+        the backend switches kernels at sizes other than powers of two.
         """
         return lattice(phase, limits)
 
@@ -254,7 +254,7 @@ class AttentionBackend(Kernel):
 
 
 Backends = Mapping[AttentionSpec, AttentionBackend]
-"""Instances of one backend, by the spec that they were made for."""
+"""Instances of one backend, keyed by the spec that each was made for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ class Capabilities:
     devices: tuple[str, ...] = ("cuda",)
     """Supported device types, as in torch.device.type."""
     block_multiple: int = 1
-    """Required divisor of block_size."""
+    """Number that block_size must be a multiple of."""
     head_dims: tuple[int, ...] | None = None
-    """Supported head_dim of layers with v_head_dim = head_dim. None means any. Empty means none, as in backends only for MLA."""
+    """Supported head_dim if v_head_dim is equal to it. None means any. Empty means none, as in backends that support only MLA."""
     v_head_dims: tuple[tuple[int, int], ...] | None = ()
     """Supported pairs (head_dim, v_head_dim) with different sizes; `head_dims` lists the equal ones. None means any pair."""
     value_in_key: bool = False
@@ -54,7 +54,7 @@ class Capabilities:
     reads_whole_blocks: bool = False
     """True if the backend may load every slot of a sequence's last block and mask the scores of slots after its end. Values there
     must be finite, since 0 * NaN is NaN. The pool guarantees this: blocks are zeroed when allocated, and freed blocks keep finite
-    rows. Tests therefore fill unused slots with a large number for such a backend, and with NaN for others."""
+    rows. Tests therefore fill unused slots with a large number for such a backend, and with NaN for other backends."""
     reads_live_slots: bool = False
     """True if DECODE of one token per sequence loads no slots after a sequence's end, from a cache with contiguous rows. A
     sequence's last block may then extend past the memory (`LayerCache.open_blocks`), as in dense tensors viewed as blocks."""
@@ -72,7 +72,7 @@ class Capabilities:
     batch_invariant: bool = False
     """True if the backend supports `AttentionSpec.batch_invariant`: the output of a sequence is then bit-identical whatever else
     is in the step. No split, tile or grouping may depend on the number of sequences, on another sequence's length, or on the
-    phase, which is EXTEND as soon as one sequence's is. In decode, the claim covers one new token per sequence."""
+    phase (one sequence in EXTEND makes a step EXTEND). In decode, the claim covers one new token per sequence."""
 
     def check(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Return every reason why a combination is outside the claims. The result is truthy if there is none. Never raises."""

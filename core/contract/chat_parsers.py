@@ -1,4 +1,4 @@
-"""Parsers of model output in chats: from generated text to content, reasoning and tool calls."""
+"""Parsers of model output in chats: they split generated text into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ChatPiece(NamedTuple):
     kind: Literal["content", "reasoning", "call", "arguments"]
     """Kind of part: "call" begins a tool call, "arguments" continues it."""
     text: str
-    """Part of the content or reasoning, name of the called function ("call"), or part of its JSON arguments ("arguments")."""
+    """Part of the content or reasoning, name of the called function ("call"), or part of the JSON arguments ("arguments")."""
     call: int = -1
     """Index of the call, from 0, for "call" and "arguments"; otherwise -1."""
     id: str = ""
-    """Id of the call, only for "call"."""
+    """ID of the tool call, only for "call"."""
 
 
 class ChatParser(Protocol):
@@ -37,7 +37,7 @@ class ChatParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatContext:
-    """The request's properties that a parser may use."""
+    """Properties of a request that a parser may use."""
 
     prompt: str = ""
     """Prompt after the chat template. Empty if the request gave token ids."""
@@ -62,7 +62,7 @@ class CallSyntax:
     after: str = ""
     """Text after the last call."""
     needs: str = ""
-    """Token that the tokenizer must have. If it does not, the next syntax is used."""
+    """Token that the tokenizer must have. If the tokenizer lacks it, the next syntax is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ReasoningSyntax:
 
 
 def call_id(name: str, number: int) -> str:
-    """Return a random id for a tool call."""
+    """Return a random ID for a tool call."""
     return f"call_{uuid4().hex[:24]}"
 
 
@@ -116,6 +116,6 @@ class ChatParserInfo:
     make_id: Callable[[str, int], str] = call_id
     """Function that makes a call's id from the function's name and the index of the call."""
     marks: tuple[str, ...] = ()
-    """Marker texts of the format. If one is a special token of the tokenizer, special tokens are kept in the text."""
+    """Marker texts of the format. If one is a special token of the tokenizer, special tokens are not stripped from the text."""
     whole: bool = False
     """True if the parser reads the whole text (reasoning, content and calls). It is then used for every chat."""

@@ -27,7 +27,7 @@ class HeadwayError(Exception):
             self.args = with_arguments(self.args[0], names), *self.args[1:]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Support pickling between processes: constructors take other arguments than the message."""
+        """Support pickling between processes, since constructors take arguments other than the message."""
         return _again, (type(self), self.args), self.__dict__
 
 
@@ -101,7 +101,7 @@ class UnknownBackendError(HeadwayError):
 
 
 class UnsupportedError(HeadwayError):
-    """A backend, layout or block size that was requested by name and does not support the work. It never falls back."""
+    """A backend, layout or block size that was requested by name and does not support the work. There is no fallback."""
 
     def __init__(self, asked: str, reasons: Sequence[Reason], fix: str = "") -> None:
         self.asked = asked
@@ -124,7 +124,7 @@ T = TypeVar("T")
 def making(who: str) -> Iterator[None]:
     """Convert exceptions of a plugin's constructor, `SystemExit` included, to errors that name the plugin.
 
-    who: kind and name of the plugin's part. `HeadwayError` and the user's `KeyboardInterrupt` are passed on.
+    who: kind and name of the plugin's object. `HeadwayError` and the user's `KeyboardInterrupt` are passed on.
 
     :raises PluginError: if the constructor raises.
     """
@@ -143,7 +143,7 @@ def making(who: str) -> Iterator[None]:
 def made_by(who: str, make: Callable[[], T], *methods: str) -> T:
     """Return the result of a plugin's constructor.
 
-    who: kind and name of the plugin's part.
+    who: kind and name of the plugin's object.
     methods: methods that the result must have; "__call__" requires a function.
 
     :raises PluginError: if the constructor raises, or its result lacks a method.
@@ -169,7 +169,7 @@ C = TypeVar("C", bound=type)
 def refuse_unknown(
     owner: str, given: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str], page: str = "docs/options.md"
 ) -> None:
-    """Check the names of keywords.
+    """Check that the keywords in `given` are all known.
 
     owner: class or function that takes the keywords.
     elsewhere: names in other libraries -> Headway's name or advice.

@@ -35,7 +35,7 @@ class ExpertsConfig:
     shared_gate: bool = False
     """True if the shared experts' output is multiplied by the sigmoid of an extra row of the router (Qwen2-MoE)."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from router logits to scores."""
+    """Function that turns router logits into scores."""
     renormalize: bool = True
     """True if a token's expert weights are divided by their sum. With softmax, this equals a softmax over the chosen logits."""
     scale: float = 1.0
@@ -57,9 +57,9 @@ class ExpertsConfig:
     """Factor alpha in gate * sigmoid(alpha * gate). 1 means SiLU."""
     swiglu_limit: float | None = None
     """Limit for clamping: gate <= limit and -limit <= up <= limit, after which up is increased by 1 (gpt-oss). None means
-    neither."""
+    neither is done."""
     held: range | None = None
-    """Indices of the routed experts whose weights this rank holds. None means all. The router chooses from all experts anyway."""
+    """Indices of the routed experts whose weights this rank holds. None means all. The router always chooses from all experts."""
 
     @property
     def activation(self) -> Literal["silu", "relu2"]:
@@ -185,7 +185,7 @@ class ExpertsCapabilities:
     clamped: bool = False
     """True if `swiglu_alpha` other than 1 and `swiglu_limit` are supported."""
     partial: bool = False
-    """True if layers are supported of which a rank holds only some routed experts (`ExpertsConfig.held`)."""
+    """True if the kernel supports layers with only some of the routed experts on a rank (`ExpertsConfig.held`)."""
 
     def check(self, spec: ExpertsSpec) -> Support:
         """Return every reason why a layer is outside the claims. The result is truthy if there is none. Never raises."""
@@ -213,7 +213,7 @@ class ExpertsKernel(Kernel):
 
     A subclass sets `name` and `capabilities` and implements `apply`. The engine makes one instance per distinct `ExpertsSpec` and
     calls `prepare` once per layer. In each step the engine norms and routes the tokens, then calls `apply`. On a GPU, `apply`
-    must neither synchronise with the host nor read a tensor's elements there, and must allocate only through torch's allocator,
+    must neither synchronise with the host nor read a tensor's elements on it, and must allocate only through torch's allocator,
     so that a CUDA graph can own the memory. Steps are captured in CUDA graphs: kernels with a `graph_level` of NONE are refused
     on GPUs. A call that raises must leave `out` unchanged.
     """

@@ -43,7 +43,7 @@ class Packed:
         return self._host[self._at[name]]
 
     def upload(self, device: torch.device) -> None:
-        """Copy all fields to the device without waiting. Host memory must not change afterwards."""
+        """Copy all fields to the device without waiting. The fields in host memory must not change afterwards."""
         self._device = upload(torch.from_numpy(self._host), device)
 
     def device(self, name: str) -> Tensor:
@@ -67,7 +67,7 @@ CompileAhead = Callable[[], AbstractContextManager[object]]
 AHEAD: ContextVar[Executor | None] = ContextVar("headway_compiles_ahead", default=None)
 """Thread pool that compiles kernels in this context; launches then only queue a compilation. None means launches run."""
 _WORKERS = 16
-"""Maximum number of compiling threads. Compilers do most of their work outside the GIL."""
+"""Maximum number of threads that compile kernels. Compilers do most of their work outside the GIL."""
 
 _LISTENERS: list[WeakMethod[Listener]] = []
 """Listeners of the process. They are shared because a kernel compiled for one engine is used by all."""
@@ -89,7 +89,7 @@ def compile_ahead() -> Iterator[Executor]:
 
 
 def listen(listener: Listener) -> None:
-    """Register a bound method that is called with the name of each kernel compiled from now on, while its object lives."""
+    """Call a bound method with the name of each kernel compiled from now on, for as long as the method's object lives."""
     _LISTENERS[:] = [each for each in _LISTENERS if each() is not None]
     _LISTENERS.append(WeakMethod(listener))
 
@@ -108,7 +108,7 @@ class GraphLevel(IntEnum):
 
     NONE = 0
     DECODE = 1
-    """One query token per sequence."""
+    """Decode steps with one query token per sequence."""
     UNIFORM = 2
     """Equal numbers of query tokens in all sequences: verification of draft tokens, and a single prompt. For a prompt, `plan`
     is called once and replays have the captured length; slots and blocks are read from the metadata's tensors, so the plan must
@@ -123,7 +123,7 @@ class Kernel(ABC):
     capabilities: ClassVar[Any]
     """Claims of the kernel, of the type that its kind of operation defines."""
     graph_level: ClassVar[GraphLevel] = GraphLevel.NONE
-    """Calls that may be captured in a CUDA graph."""
+    """Kinds of steps that may be captured in a CUDA graph."""
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
     """Maximum accepted ||out - reference|| / ||reference|| against a float64 reference, by dtype."""
 
@@ -134,7 +134,7 @@ class Kernel(ABC):
 
     @classmethod
     def origin(cls) -> str:
-        """Return where the library was found if the kernel searches several places, otherwise ""."""
+        """Return the place where the kernel's library was found if several are searched, otherwise ""."""
         return ""
 
 
@@ -154,5 +154,5 @@ class KernelInfo:
     devices: tuple[str, ...] = field(default=(), kw_only=True)
     """Supported device types, so that engines on other devices do not import the kernel. Empty means the class decides."""
     api_version: int = field(kw_only=True)
-    """Version of the contract that the kernel was written for. Write a number: a constant imported from Headway matches any
+    """Version of the contract that the kernel was written for. Write a literal: a constant imported from Headway matches any
     release."""

@@ -1,7 +1,7 @@
 """Validity rules of attention layers, and a one-line description of a layer.
 
-A layer is an `AttentionSpec`, or a record of one in a crossover table: its fields have the same names, and its element types are
-names. This module does not import torch, so that a table is shown without torch's import time.
+A layer is an `AttentionSpec`, or its record in a crossover table, which has fields of the same names and whose element types are
+names. This module does not import torch, so that displaying a table does not take torch's import time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
 
 
 def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
-    """Return the first rule that a layer breaks, or "".
+    """Return the first rule that a layer breaks, or "" if it breaks none.
 
     own_kv_dtype: True if the cache's element type is set separately.
     """
@@ -40,8 +40,8 @@ def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
 
 
 def describe(layer: Any, v_head_dim: int, dtype: str, kv_dtype: str, where: str = "", more: str = "") -> str:
-    """Return a description of a layer, such as `32/8 heads x 128 bfloat16`. where: text after the element type. more: final
-    text."""
+    """Return a description of a layer, such as `32/8 heads x 128 bfloat16`. where: text after the element type. more: text at
+    the end."""
     extra = "".join(f" {name}" for name in sorted(OPTIONAL) if getattr(layer, name) is not None) + more
     if kv_dtype != dtype:
         extra = f", {kv_dtype} cache{extra}"

@@ -284,12 +284,12 @@ class LayerCache:
         return scales.expand(-1, -1, self.geometry.num_kv_heads)
 
     def by_slot(self, name: str) -> Tensor:
-        """Return a view [num_blocks, block_size, ...] of any tensor: its elements by token."""
+        """Return a view [num_blocks, block_size, ...] of the named tensor, with its elements grouped by token."""
         axes = self.layout.tensors[name]
         return self.tensors[name].movedim((axes.index("block"), axes.index("slot")), (0, 1))
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the rows at `slots`. This is the reference that every writer and kernel is tested against.
+        """Return copies of the rows at `slots`. This method is the reference that every writer and kernel is tested against.
 
         slots: int64 [...], each block * block_size + offset, none negative.
 
@@ -360,7 +360,7 @@ def _plain(spec: AttentionSpec) -> str:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeroed memory for a cache."""
+    """Return a zeroed tensor for a cache."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # calloc instead of memset: the system zeroes pages on first write, so a large pool does not delay start-up.
@@ -425,7 +425,7 @@ def quantised(rows: Tensor, dtype: torch.dtype, each_head: bool = True) -> tuple
 
     each_head: True for one scale per head; False for one scale per token.
 
-    Returns 8-bit numbers [n, heads, dim], and float32 scales [n, heads] or [n].
+    Returns 8-bit values [n, heads, dim], and float32 scales [n, heads] or [n].
     """
     integer = not dtype.is_floating_point
     limit = float(torch.iinfo(dtype).max if integer else torch.finfo(dtype).max)

@@ -79,7 +79,7 @@ class LinearParts:
     bias: Tensor | None = None
     """[out_features]: added to the result of the GEMM. None means no bias."""
     activation: str | None = None
-    """Activation after the bias, as in `LinearSpec`. None means none."""
+    """Activation after the bias, as in `LinearSpec`. None means no activation."""
     gated: bool = False
     """True if the layer is gated, as in `LinearSpec`."""
     residual: bool = False
@@ -109,7 +109,7 @@ class LinearCapabilities:
     """Operations before and after the GEMM that `apply_fused` computes, out of FUSED except "rotary", which only Headway's
     kernels fuse. The engine computes the rest. Empty for kernels that implement only `apply`."""
     activations: frozenset[str] = frozenset({"silu"})
-    """Activations that a kernel with "activation" or "gated" in `fused` computes. The engine computes others."""
+    """Activations that a kernel with "activation" or "gated" in `fused` computes. The engine computes other activations."""
 
     def check(self, spec: LinearSpec) -> Support:
         """Return every reason why a layer is outside the claims. The result is truthy if there is none. Never raises."""
@@ -150,7 +150,7 @@ class LinearKernel(Kernel):
     is clearly faster, and users can exclude it."""
 
     variants: ClassVar[tuple[str, ...]] = ()
-    """Names of configurations such as tile sizes. Each is measured as a separate kernel named "NAME VARIANT"."""
+    """Names of the kernel's configurations, such as tile sizes. Each is measured as a separate kernel named "NAME VARIANT"."""
     arrangement: ClassVar[str] = ""
     """Name of the weight layout that `prepare` returns. Kernels with the same name share the prepared weight. Empty means
     `name`."""
@@ -178,7 +178,7 @@ class LinearKernel(Kernel):
     def prepare(self, weight: Weight) -> Any:
         """Return the weight as `apply` reads it: unchanged, or repacked once when the model is loaded.
 
-        :raises ArithmeticError: if the repacked form cannot represent the weight's scales.
+        :raises ArithmeticError: if the repacked format cannot represent the weight's scales.
         """
         return weight
 

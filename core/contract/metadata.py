@@ -40,7 +40,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Metadata of one step. Tokens of all sequences are packed: sequences in PREFILL or EXTEND come first, then those in DECODE.
+    """Metadata of one step. Tokens of all sequences are packed: sequences in PREFILL or EXTEND first, then sequences in DECODE.
 
 
     Field names are vLLM's. The `_cpu` tensors are host copies, made before the upload, so that no backend has to synchronise.
@@ -197,9 +197,9 @@ class AttentionMetadata:
         num_draft_tokens: number of draft tokens to verify per sequence. A sequence with n draft tokens has n + 1 query tokens and
         is in DECODE; a sequence without draft tokens is in DECODE only with one query token. Lengths do not distinguish draft
         tokens from a prompt's tokens, so pass this argument if there are any.
-        num_blocks, upper_bound_lens: see the fields.
+        num_blocks, upper_bound_lens: see the fields of the same names.
 
-        :raises ConfigError: if a sequence is impossible; the message gives its index and values.
+        :raises ConfigError: if a sequence has impossible lengths or blocks; the message gives its index and values.
         """
         _check_lengths(query_lens, context_lens, block_tables, num_draft_tokens)
         _check_blocks(numpy.add(query_lens, context_lens), block_tables, block_size, num_blocks)
@@ -223,7 +223,7 @@ class AttentionMetadata:
 
         Runs once per engine step, so it does not check lengths and blocks.
 
-        decode_query_lens: maximum number of new tokens that counts as DECODE, for all sequences or for each.
+        decode_query_lens: maximum number of new tokens that counts as DECODE: one number for all sequences, or one per sequence.
         """
         num_seqs = len(query_lens)
         query, context = (numpy.asarray(each, dtype=numpy.int32) for each in (query_lens, context_lens))
@@ -318,7 +318,7 @@ def _check_blocks(kv_lens: NDArray[numpy.int32], block_tables: BlockTables, bloc
 def _pack(
     query: NDArray[numpy.int32], context: NDArray[numpy.int32], block_tables: Sequence[BlockTables], widest: int, block_size: int
 ) -> Packed:
-    """Return a step's metadata in one host buffer, because a copy to the device costs more than the bytes that it carries.
+    """Return a step's metadata in one host buffer, because the fixed cost of a copy to the device exceeds that of its bytes.
 
     Fields: starts, seq_lens and contexts of the sequences; per cache group N, "table N", [num_seqs, widest], and "slots N", the
     int64 slot of each token.

@@ -141,6 +141,6 @@ class LatentLayer(Protocol):
 
 
 def latent_layers(model: object) -> Mapping[int, LatentLayer]:
-    """Return a model's MLA layers by layer number. The attribute `latent_layers` is optional."""
+    """Return a model's MLA layers, keyed by layer index. The attribute `latent_layers` is optional."""
     found: Mapping[int, LatentLayer] = getattr(model, "latent_layers", {})
     return found

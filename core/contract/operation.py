@@ -22,9 +22,9 @@ class OperationKind:
 
     name: str
     word: str
-    """Term for one of its kernels in messages, such as "state backend"."""
+    """Term for a kernel of this kind in messages, such as "state backend"."""
     kernel: type[Kernel]
-    """Base class of its kernels."""
+    """Base class of the kernels of this kind."""
     info: type[KernelInfo]
     """Type of a plugin's registration of a kernel."""
     claims: type

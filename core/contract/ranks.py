@@ -25,14 +25,14 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum over ranks, bit-identical on each. If `onto` is given, add the sum to it in place and return it.
+        """Return the sum over ranks, bit-identical on every rank. If `onto` is given, add the sum to it in place and return it.
 
         x: any shape, contiguous. May be overwritten.
         onto: same shape as x, and the same elements on every rank.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return [size, *x.shape]: the x of each rank, by rank. x: contiguous."""
+        """Return [size, *x.shape]: the x of each rank, in rank order. x: contiguous."""
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite x with rank 0's x, and return it. x: contiguous."""
@@ -96,7 +96,7 @@ class AllReduceKernel(Kernel):
     @classmethod
     @abstractmethod
     def join(cls, group: RankGroup) -> Self:
-        """Return this rank's instance. Every rank calls this. :raises RuntimeError: if it cannot be made here."""
+        """Return this rank's instance. Every rank calls this. :raises RuntimeError: if this rank cannot make it."""
 
     def takes(self, x: Tensor) -> bool:
         """Return whether the kernel can reduce a tensor. The answer must depend only on shape and type, so that all ranks

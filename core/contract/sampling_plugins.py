@@ -54,13 +54,13 @@ class ProposerOptions:
     """Options of proposers that a user may set, named as in vLLM's speculative_config."""
 
     prompt_lookup_max: int = 4
-    """Maximum length in tokens of a match of `ngram`."""
+    """Maximum length of a match of `ngram`, in tokens."""
     suffix_decoding_max_tree_depth: int = 24
-    """Maximum length in tokens of a match of `suffix`."""
+    """Maximum length of a match of `suffix`, in tokens."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """Maximum number of draft tokens of `suffix` per token of its match."""
+    """Maximum number of draft tokens that `suffix` proposes per token of its match."""
     suffix_decoding_min_token_prob: float = 0.1
-    """Probability of a draft token below which `suffix` stops."""
+    """Minimum estimated probability of a draft token. `suffix` stops at a less likely token."""
     suffix_decoding_max_cached_tokens: int = 2**17
     """Number of tokens of finished outputs that `suffix` stores, about 400 bytes each. The oldest output is evicted first."""
 

@@ -27,7 +27,7 @@ class AttentionSpec:
     head_dim: int
     """Number of elements per head of query and key."""
     scale: float
-    """Factor of q.k before the softmax. Apply it exactly once; do not assume head_dim ** -0.5."""
+    """Factor applied to q.k before the softmax. Apply it exactly once; do not assume head_dim ** -0.5."""
     dtype: torch.dtype = torch.float32
     """Element type of q, k, v and out, and of the cache unless `kv_dtype` is set."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

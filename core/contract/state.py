@@ -61,11 +61,11 @@ class StateSpec:
     state_dtype: torch.dtype = torch.float32
     """Element type of stored recurrent states. Backends always compute in float32."""
     scale: float = 1.0
-    """Factor of q (`gated_delta`, `kda`, `lightning`)."""
+    """Factor applied to q (`gated_delta`, `kda`, `lightning`)."""
     qk_norm: bool = False
     """True if each head of q and k is first divided by its L2 norm: x / sqrt(sum(x^2) + 1e-6)."""
     beta_scale: float = 1.0
-    """Factor of beta (`gated_delta`, `kda`). 2 allows negative eigenvalues of the state transition."""
+    """Factor applied to beta (`gated_delta`, `kda`). 2 allows negative eigenvalues of the state transition."""
     dt_limits: tuple[float, float] = (0.0, math.inf)
     """Range to which dt is clamped after the softplus (`mamba2`)."""
 
@@ -119,7 +119,7 @@ def _recurrence_channels(spec: StateSpec) -> int:
 
 
 def _fault_of(spec: StateSpec) -> str:
-    """Return the first rule that a layer breaks, or ""."""
+    """Return the first rule that a layer breaks, or "" if it breaks none."""
     if spec.kind not in STATE_KINDS:
         return f"kind must be one of {', '.join(STATE_KINDS)}: {spec.kind}"
     sizes = (spec.num_heads, spec.num_key_heads, spec.key_dim, spec.value_dim)
@@ -137,7 +137,7 @@ def _fault_of(spec: StateSpec) -> str:
 
 @dataclass(frozen=True)
 class StateParameters:
-    """Weights of a layer with a state, None if the kind does not use them. `StateBackend.scan` has the formulas."""
+    """Weights of a layer with a state. A weight is None if the kind does not use it. `StateBackend.scan` has the formulas."""
 
     conv_weight: Tensor | None = None
     """[conv_channels, conv_width], in the layer's dtype: taps of each channel, the newest token's last."""
@@ -373,7 +373,7 @@ class StateBackend(Kernel):
     """A named implementation of layers with a state. It sees neither the engine nor the engine's configuration.
 
     A subclass sets `name` and `capabilities`, and implements `plan` and at least one of `scan` and `step`. The engine makes one
-    instance per distinct `StateSpec`, calls `plan` once per step and `scan` or `step` once per layer. These two must not
+    instance per distinct `StateSpec`, calls `plan` once per step and `scan` or `step` once per layer. `scan` and `step` must not
     synchronise with the host. `step` must allocate only through torch's allocator, so that a CUDA graph can own the memory.
     """
 
@@ -453,7 +453,7 @@ class StateBackend(Kernel):
 
 
 StateBackends = Mapping[StateSpec, StateBackend]
-"""Instances of one backend, by the spec that they were made for."""
+"""Instances of one backend, keyed by the spec that each was made for."""
 
 
 @dataclass(frozen=True, slots=True)

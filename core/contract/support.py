@@ -10,7 +10,7 @@ _MOST: Final = 400
 
 
 class Reason(NamedTuple):
-    """Reason for a refusal."""
+    """One reason why a check failed."""
 
     what: str
     """Property that was checked: "head_dim", "device", "block_size"."""
@@ -19,7 +19,7 @@ class Reason(NamedTuple):
     got: str
     """Value that was found."""
     hint: str = ""
-    """Remedy, or "". The backend selection must accept it."""
+    """Remedy, or "" if none is known. The backend selection must accept the remedy."""
 
     def __str__(self) -> str:
         got = self.got if len(self.got) <= _MOST else f"{self.got[: _MOST // 2]}...{self.got[-_MOST // 2 :]}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError, ModelError
 
 MX_GROUP = 32
-"""Group size of the OCP microscaling formats: elements of a row that share a scale."""
+"""Group size of the OCP microscaling formats: number of elements of a row that share a scale."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the 16 FP4 (e2m1) codes."""
 
@@ -62,12 +62,12 @@ class QuantizedWeight(ABC):
         return self.tensors[0].device
 
     def rows(self, rows: range | Tensor) -> QuantizedWeight:
-        """Return a weight with some of the rows. rows: a range, or int64 row indices in any order."""
+        """Return a weight with some of this weight's rows. rows: a range, or int64 row indices in any order."""
         place = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return self._changed({name: tensor[place] for name, tensor in self._spanned()})
 
     def columns(self, columns: range) -> QuantizedWeight | None:
-        """Return a weight with a range of columns, or None if the range splits a group or block, or columns are permuted."""
+        """Return a weight with a range of the columns, or None if the range splits a group or block, or columns are permuted."""
         spans = self.spans
         if any(span and (columns.start % span or columns.stop % span) for span in spans.values()):
             return None
@@ -128,7 +128,7 @@ class Float8Weight(QuantizedWeight):
     scales: Tensor
     """float32 [ceil(N / block_rows), ceil(K / block_columns)]"""
     block: tuple[int, int]
-    """Rows and columns that share a scale: (1, K) for one scale per row, (128, 128) for DeepSeek's blocks."""
+    """Numbers of rows and columns that share a scale: (1, K) for one scale per row, (128, 128) for DeepSeek's blocks."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class Float8Weight(QuantizedWeight):
         return {"values": 1, "scales": 0 if self.scales.shape[1] == 1 else self.block[1]}
 
     def rows(self, rows: range | Tensor) -> Float8Weight:
-        """Return a weight with some of the rows. Blocks become single rows if `rows` splits or reorders them."""
+        """Return a weight with some of this weight's rows. Blocks become single rows if `rows` splits or reorders them."""
         high, wide = self.block
         if isinstance(rows, range):
             if rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == self.shape[0]):
@@ -300,7 +300,7 @@ class WeightFormat:
     group_size: int | None = None
     """Number of columns of a row that share a scale, for 4-bit weights."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, for FP8 weights. None means one scale per row, or one for all rows."""
+    """Numbers of rows and columns that share a scale, for FP8 weights. None means one scale per row, or one for all rows."""
     zeros: bool = False
     """True if each group has a zero point."""
     order: bool = False

@@ -1,4 +1,4 @@
-"""The engine loop: takes requests by id, runs one step at a time, returns tokens."""
+"""The engine loop: queues requests, runs one step at a time, and returns tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ log = logging.getLogger("headway")
 
 
 class _LaunchedStep(NamedTuple):
-    """A launched step whose tokens have not been read."""
+    """A launched step whose tokens the host has not read yet."""
 
     handle: Launched
     seqs: list[Sequence]
@@ -62,11 +62,11 @@ class _LaunchedStep(NamedTuple):
 
 
 class EngineLoop:
-    """Continuous batching over one executor: call `step` until nothing is left. Only one thread at a time may call its methods.
+    """Continuous batching over one executor: call `step` while `has_unfinished`. Only one thread at a time may call its methods.
 
     With config.async_scheduling, a step is launched before the previous one is read, so the host works while the device does.
     Tokens then arrive one call later, and a token sampled past the end of a sequence is dropped. With speculative decoding, a
-    step is read before the next is launched, because drafts need tokens that the host has seen; the client's work on its tokens
+    step is read before the next is launched, because drafts need tokens that the host has seen; the client's work on the tokens
     still overlaps with the next step.
     """
 
@@ -80,7 +80,7 @@ class EngineLoop:
         drafting: Drafting | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """config: complete for the device. drafting: proposes drafts; the output stays the same. now: the clock, in seconds."""
+        """config: result of `for_device`. drafting: proposer of drafts; it does not change outputs. now: clock, in seconds."""
         self.config = config
         self.limits = limits
         self.capacity = executor.capacity
@@ -119,7 +119,7 @@ class EngineLoop:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._unreported: list[OutputDelta] = []  # Deltas for `step` to return; they survive an interrupt
         self.asleep: tuple[str, ...] = ()
-        """Parts that sleep (weights, cache); requests are refused while any part sleeps."""
+        """Parts of the executor that sleep (weights, cache). Requests are refused while any part sleeps."""
         self._arrivals = count()
         self._seeds = torch.Generator().manual_seed(config.seed)
 
@@ -134,7 +134,7 @@ class EngineLoop:
         return self.scheduler.has_unfinished or self._admission.occupied or bool(self._unreported)
 
     def add_request(self, request_id: str, request: CheckedRequest) -> None:
-        """Queue a request, whose n completions arrive as deltas from `step`. request: from `limits.checked`, not checked again.
+        """Queue a request, whose n completions arrive as deltas from `step`. request: result of `limits.checked`.
         :raises ConfigError: if the engine sleeps, the id belongs to an unfinished request, the parameters name a plugin that this
             process lacks, or the request's adapter cannot be used."""
         if self.asleep:
@@ -174,7 +174,7 @@ class EngineLoop:
         return self.adapters
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request or one completion and free its pages, without a delta. Unknown and finished ones are ignored."""
+        """End a request, or only its completion `index`, without a delta, and free the pages. Unknown requests are ignored."""
         ended = [seq for seq in self._live.get(request_id, ()) if index in (None, seq.index)]
         for seq in ended:
             seq.finish("abort")
@@ -191,11 +191,11 @@ class EngineLoop:
             self.abort(request_id)
 
     def forget_prefixes(self, everywhere: bool = False) -> None:
-        """Forget cached prompts, so that later requests recompute them. everywhere: True to forget those on disk too."""
+        """Forget cached prompts, so that later requests recompute them. everywhere: True to also forget prompts on disk."""
         self.blocks.forget_prefixes(everywhere)
 
     def sleep(self, lost: Items[Tensor] = ()) -> None:
-        """Free weights and cache until `wake`, and forget cached prompts. lost: see `LocalExecutor.sleep`.
+        """Free the memory of weights and cache until `wake`, and forget cached prompts. lost: see `LocalExecutor.sleep`.
         :raises ConfigError: if a request is unfinished, or the engine has several ranks."""
         if self.has_unfinished:
             need, hint = "an engine without requests", "let them end, or abort them"
@@ -216,7 +216,7 @@ class EngineLoop:
         """Launch the next step and read the previous one, or the launched one without async_scheduling.
 
         Returns deltas for completions that got a token or failed. If a backend raises, the completions of its step end with
-        finish_reason "error" and the reason in `error`; the others continue.
+        finish_reason "error" and the reason in `error`; other completions continue.
         :raises ExecutorLostError: if no further step can run."""
         self.clock.begin_step()
         drafting = self.scheduler.drafting  # Drafts need tokens that have been read
@@ -257,7 +257,7 @@ class EngineLoop:
         return scheduled
 
     def _launch(self, scheduled: ScheduledStep) -> Exception | None:
-        """Launch a step on the executor. Returns the error if the launch failed."""
+        """Launch a step on the executor. Returns the error if the launch failed, otherwise None."""
         step = prepare(scheduled, self.blocks.groups, states=self.blocks.checkpoints is not None, adapters=self.adapters)
         began = self.clock.enter("launch")
         try:
@@ -278,7 +278,7 @@ class EngineLoop:
         self._read_until(0)
 
     def _read_until(self, left: int) -> Exception | None:
-        """Read the oldest steps until `left` remain, without losing any to an interrupt. Returns the error of a failed step."""
+        """Read the oldest launched steps until `left` remain; an interrupt loses none. Returns a failed step's error, or None."""
         fault: Exception | None = None
         while len(self._in_flight) > left:
             fault = self._read(self._in_flight[0]) or fault
@@ -287,7 +287,7 @@ class EngineLoop:
         return fault
 
     def _read(self, step: _LaunchedStep) -> Exception | None:
-        """Wait for a step's tokens and append them to the sequences that sample. Returns the error if the step failed."""
+        """Wait for a step's tokens and append them to the sequences that sample. Returns the step's error, or None."""
         self.clock.enter("wait")
         try:
             sampled = step.handle.wait()
@@ -382,32 +382,32 @@ class Holding(NamedTuple):
     completion: int
     """Index of the completion within its request."""
     num_tokens: int
-    """Tokens whose keys and values are in the cache."""
+    """Number of tokens whose keys and values are in the cache."""
     num_prompt_tokens: int
     found: int
-    """Pages from prefix cache hits when the sequence began; other sequences may hold them too."""
+    """Number of pages found in the prefix cache when the sequence began; other sequences may also reference these pages."""
     computed: int
-    """Pages that the sequence's own steps have written."""
+    """Number of pages that the sequence's own steps have written."""
     reserved: int
-    """Pages that hold no token yet."""
+    """Number of pages that contain no token yet."""
 
 
 class Occupancy(NamedTuple):
-    """Snapshot of an engine, with the sequences that hold pages."""
+    """Snapshot of an engine, with the sequences that reference pages."""
 
     engine: EngineSnapshot
     holdings: tuple[Holding, ...]
-    """Sequences in order of their start, up to the requested number."""
+    """Page counts of the sequences in order of their start, at most as many as requested."""
     num_holding: int
-    """Number of all sequences that hold pages, listed in `holdings` or not."""
+    """Number of sequences that reference pages, whether or not `holdings` lists them."""
     num_decoding: int
-    """Sequences whose prompt has been computed."""
+    """Number of sequences whose prompt has been computed."""
     num_decoding_tokens: int
-    """Total tokens in the cache of the decoding sequences."""
+    """Total number of cached tokens of the decoding sequences."""
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
-    """Return an engine's occupancy, in 1 us per running sequence and 30 ns per cached page. most: maximum sequences listed."""
+    """Return an engine's occupancy, in 1 us per sequence and 30 ns per cached page. most: maximum length of `holdings`."""
     scheduler = engine.scheduler
     holders = scheduler.holders
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
@@ -441,28 +441,28 @@ def _holding(seq: Sequence) -> Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineParts:
-    """Parts from which an engine is made. Fields that `DeviceParts` has too have the same meaning."""
+    """Parts from which an engine is made. Fields that also exist in `DeviceParts` have the same meaning."""
 
     model: Model
     source: Kernels
     layers: LayerSpecs | None = None
-    """None means specs from config.kv_cache_dtype with scales of 1."""
+    """Specs of the model's layers. None means specs made from config.kv_cache_dtype, with scales of 1."""
     config: EngineConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
     sampling: SamplingOps = TORCH_SAMPLING
     costs: Mapping[AttentionSpec, CostTable] | None = None
     state_costs: Mapping[StateSpec, CostTable] | None = None
     proposer: Proposer | None = None
-    """Proposes draft tokens, which change the speed but not the output."""
+    """Proposer of draft tokens. It changes the speed but not the output. None means no speculation."""
     measured: bool = True
     """True to verify drafts only if measured step times show a gain; False to verify all."""
     compile_ahead: CompileAhead | None = None
     hosts: HostRows | None = None
     weights: str = ""
-    """Identity of the weights, which names cached blocks on disk."""
+    """Digest that identifies the weights in the folder of cached blocks on disk."""
     ranks: Ranks = ONE_RANK
     processes: RankProcesses | None = None
-    """The processes of the other ranks. This process is rank 0."""
+    """Processes of ranks 1 and above. None with one rank. This process is rank 0."""
 
 
 def make_engine(parts: EngineParts) -> EngineLoop:

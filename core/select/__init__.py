@@ -1,1 +1,1 @@
-"""Selection of the cache layout, block size and backends for a model at start, and of the backend for every step."""
+"""Selection of a model's cache layout, block size and backends at start, and of the backend for every step."""

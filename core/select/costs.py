@@ -1,4 +1,4 @@
-"""Measured times looked up by a step's shape: the cost of each backend. Independent of where the times come from."""
+"""Costs of backends: measured times, looked up by a step's shape. Independent of the source of the times."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Shape:
     phase: Phase
     batch: int
     query_len: int
-    """New tokens per sequence: 1 in DECODE, 2 to 8 if draft tokens are verified."""
+    """Number of new tokens per sequence: in DECODE 1, or 2 to 8 if draft tokens are verified."""
     kv_len: int
-    """Cached plus new tokens per sequence."""
+    """Number of cached plus new tokens per sequence."""
     captured: bool = False
-    """Whether a CUDA graph replay runs it. Host time for launches then does not count, nor does plan time if the graph has fixed
+    """True if a CUDA graph replay runs the part. Host time for launches then does not count, nor plan time if the graph has fixed
     lengths (prompts)."""
 
     @classmethod
     def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
-        """Return a shape with equal lengths that costs about as much as these sequences. There must be at least one.
+        """Return a shape with equal lengths that costs about as much as these sequences. There must be at least one sequence.
 
-        DECODE reads keys: the lengths are means over the sequences. Prompts pair queries with keys: the lengths are means over
-        the tokens, so that one long prompt among many short ones, which is nearly all of the work, dominates.
+        DECODE reads keys, so its lengths are means over the sequences. Prompts pair queries with keys, so theirs are means over
+        the tokens: one long prompt among many short ones, which is nearly all of the work, dominates.
         """
         count, tokens = len(query_lens), sum(query_lens)
         if phase is Phase.DECODE:
@@ -48,55 +48,55 @@ NO_BLOCKS = 0
 
 
 def state_shape(phase: Phase, batch: int, query_len: int) -> Shape:
-    """Return the shape under which times of state layers are stored: tokens before the new ones do not affect the time."""
+    """Return the shape under which times of state layers are stored. Tokens before the new tokens do not affect the time."""
     return Shape(Phase.DECODE if phase is Phase.DECODE else Phase.PREFILL, batch, query_len, query_len)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement of one layer's call."""
+    """One measurement of a backend's call for one layer."""
 
     shape: Shape
     backend: str
     layout: str | None
-    """None if no cache is read, so that the time applies to every layout and block size (dense prefill)."""
+    """Name of the layout. None if no cache is read (dense prefill), so that the time applies to every layout and block size."""
     block_size: int | None
     layer_us: float | None
     """Device time in microseconds. None if the backend failed at this shape or was not tried."""
     plan_us: float = 0.0
-    """Host time of the plan per step, shared by the layers."""
+    """Host time of the plan per step in microseconds, shared by the layers."""
     host_us: float = 0.0
-    """Host time of launching the call in every step; the longer of host and device time counts. 0 means a graph, or unknown."""
+    """Host time per launch in microseconds. The longer of host and device time counts. 0 means a graph, or unknown."""
     between: bool = False
-    """Whether the shape is between grid points, measured to refine the grid where the fastest backend changes."""
+    """True if the shape is between grid points, measured to refine the grid where the fastest backend changes."""
 
 
 Leaf = tuple[float, ...]
-"""Logarithms of times; infinite if not measured."""
+"""Logarithms of times in microseconds, infinite if not measured."""
 Axes = tuple[int, ...]
-"""A point's coordinates, the axis that affects times most first."""
+"""Coordinates of a point. The axis that affects times most comes first."""
 _Node = tuple[list[float], list["_Node | Leaf"]]
 _Hat = tuple[float, float, float]
-"""A correction along one axis: its start, peak and end, linear in between. An infinite end keeps the full correction."""
+"""Range of a correction along one axis: start, peak and end, linear in between. Towards an infinite end it stays constant."""
 
 _AXES: dict[Phase, Callable[[Shape], Axes]] = {
     Phase.PREFILL: lambda shape: (shape.batch, shape.query_len),
     Phase.EXTEND: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
     Phase.DECODE: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
 }
-"""Axes of a phase's times, outermost first. The innermost axis may reach further in one row than in the next."""
+"""Phase -> axes of its times, outermost first. The innermost axis may reach further in one row than in the next."""
 
 _Key = tuple[Phase, str, str | None, int | None]
 
 
 class CostTable:
-    """Times of one kind of layer: log-linear between measured points, constant beyond the outermost ones.
+    """Times of one kind of layer: log-linear between measured points, constant beyond the outermost points.
 
     Device and host time are interpolated separately, and the longer counts. At small sizes the nearly constant host time hides
     the device time; interpolating the longer of the two would overestimate both.
 
-    If a point was measured without a backend, or the backend failed there, its time is infinite from there to the next points:
-    nothing is chosen on a guess.
+    If a point was not measured with a backend, or the backend failed at it, the backend's time is infinite up to the next points:
+    no backend is chosen without a measurement.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class CostTable:
         excluded: Mapping[str, str] | None = None,
         phases: Collection[Phase] = tuple(Phase),
     ) -> None:
-        """noise: relative difference below which two times count as equal. excluded: backend -> reason why it must not be chosen.
+        """noise: relative difference below which two times count as equal. excluded: backend -> reason not to choose it.
         phases: phases in which the layer needs a backend; samples of other phases are ignored."""
         self.noise = noise
         self.source = source
-        """Source of the times in words, for the log."""
+        """Description of the source of the times, for the log."""
         self.excluded = dict(excluded or {})
         self.phases = frozenset(phases)
         kept = [sample for sample in samples if sample.backend not in self.excluded and sample.shape.phase in self.phases]
         self.shapes = _by_phase(sample for sample in kept if not sample.between)
-        """Grid points of each phase."""
+        """Phase -> grid points."""
         self.between = _by_phase(sample for sample in kept if sample.between)
-        """Points of each phase that were measured between grid points."""
+        """Phase -> points that were measured between grid points."""
         times: dict[_Key, dict[Shape, Leaf]] = {}
         for sample in kept:
             if sample.layer_us is not None:
@@ -135,7 +135,7 @@ class CostTable:
         return Surface(*({axes(shape): found.get(shape, nothing) for shape in shapes} for shapes in points))
 
     def at(self, shape: Shape, backend: str, layout: str, block_size: int) -> tuple[float, float]:
-        """Return (microseconds per layer, microseconds of the plan per step); infinite if the backend has no time."""
+        """Return the time per layer and the plan time per step, in microseconds; infinite if the backend has no time."""
         surface = self._surfaces.get((shape.phase, backend, layout, block_size))
         surface = surface or self._surfaces.get((shape.phase, backend, None, None))
         if surface is None:
@@ -166,7 +166,7 @@ class StepCosts:
         object.__setattr__(self, "noise", max(table.noise for table, _ in self.parts))
 
     def step_us(self, backend: str, shape: Shape) -> float:
-        """Return the microseconds of attention in a step: every layer's call, plus one plan per kind of layer."""
+        """Return the time of a step's calls in microseconds: one call per layer, plus one plan per kind of layer."""
         total = 0.0
         for table, layers in self.parts:
             if shape.phase not in table.phases:
@@ -189,7 +189,7 @@ class StepCosts:
         return list(dict.fromkeys(shape for table, _ in self.parts for shape in table.between[phase]))
 
     def winners(self, phase: Phase, names: Sequence[str]) -> list[str]:
-        """Return the backends that are fastest at some measured point of a phase, the one with most wins first."""
+        """Return the backends that are fastest at any measured point of a phase, ordered by their number of such points."""
         shapes = [*self.shapes(phase), *self.between(phase)]
         wins = [ranked[0][0] for shape in shapes if (ranked := self.ranking(shape, names))]
         return sorted(dict.fromkeys(wins), key=lambda name: -wins.count(name))
@@ -201,28 +201,28 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class CountAxis:
-    """Counts of rows, tokens or bytes at which the kernels of one kind are measured."""
+    """Numbers of rows, tokens or bytes at which the kernels of one kind are measured."""
 
     unit: str
     counts: Sequence[int]
-    """The counts, in ascending order."""
+    """Numbers of rows, tokens or bytes, in ascending order."""
     nearest: bool = False
-    """True if other counts use the cell of the nearest count, by ratio; false if they use the next larger one."""
+    """True if other counts use the cell of the nearest count, by ratio. False if they use the next larger count."""
 
     def cell(self, count: int) -> int:
-        """Return the index in `counts` of the cell that a count uses; the last one if the count is larger than all."""
+        """Return the index in `counts` of the cell that a count uses, or the last index if the count is larger than all."""
         cell = min(bisect_left(self.counts, count), len(self.counts) - 1)
         closer_before = self.nearest and cell > 0 and count * count < self.counts[cell - 1] * self.counts[cell]
         return cell - closer_before
 
     def changes(self, serving: Callable[[int], str]) -> dict[int, str]:
-        """Return count -> name of the kernel that runs from this count on. serving: returns the kernel for one of `counts`."""
+        """Return count -> name of the kernel used from this count on. serving: function that returns the kernel for a count."""
         names = [serving(count) for count in self.counts]
         starts = self.counts if self.nearest else [1, *(count + 1 for count in self.counts)]
         return {starts[cell]: name for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]}
 
     def describe(self, changes: Mapping[int, str], source: str) -> str:
-        """Return the ranges of `changes` in words. source: source of the choice."""
+        """Return a description of the ranges in `changes`. source: source of the choice, in words."""
         ranges = ", ".join(f"{name} from {start:,}" for start, name in changes.items())
         return f"{ranges} {self.unit} on ({source})"
 
@@ -233,16 +233,16 @@ class AxisTimes:
 
     axis: CountAxis
     us: Mapping[str, Sequence[float | None]]
-    """Kernel -> microseconds at each count of the axis. None if the kernel does not support the count, failed, or was skipped as
+    """Kernel -> time in microseconds at each count. None if the kernel does not support the count, failed, or was skipped as
     too slow."""
     source: str
     """Source of the times, in words."""
 
     def fastest(self, count: int, able: Iterable[str], handicap: Mapping[str, float] | None = None) -> str | None:
-        """Return the fastest kernel at a count, or None if none of them was measured there.
+        """Return the fastest kernel at a count, or None if no kernel in `able` was measured at that count.
 
-        able: names of the kernels that support the count. handicap: kernel -> factor by which it must be faster than others,
-        default 1.
+        able: names of the kernels that support the count. handicap: kernel -> factor by which it must be faster than others;
+        1 by default.
         """
         cell, factors = self.axis.cell(count), handicap or {}
         known = [(self.us[name][cell], name) for name in able if cell < len(self.us.get(name, ()))]
@@ -259,12 +259,12 @@ class Surface:
     """Times of one backend over a phase's axes: log-linear between grid points, constant beyond the grid.
 
     A point measured between two grid neighbours corrects the interpolation. The difference between its time and the interpolated
-    one is added in full at the point and decreases to zero at the next grid lines. (This is the hierarchical surplus of sparse
+    time is added in full at the point and decreases to zero at the next grid lines. (This is the hierarchical surplus of sparse
     grids: Bungartz and Griebel 2004.) A single point can thus refine the grid without a whole row or column.
     """
 
     def __init__(self, grid: Mapping[Axes, Leaf], between: Mapping[Axes, Leaf]) -> None:
-        """grid: all grid points, infinite if not measured. between: points between them, in the order of measurement."""
+        """grid: all grid points, infinite if not measured. between: points between grid points, in the order of measurement."""
         if not grid:
             grid, between = between, {}
         self._node = _nest(list(grid.items()))
@@ -273,7 +273,7 @@ class Surface:
         self._ends = [[-math.inf, *(math.log(value) for value in line), math.inf] for line in lines]
         """Boundaries of the grid cells on each axis."""
         self._reaching: dict[tuple[int, ...], Sequence[tuple[list[_Hat], Leaf]]] = {}
-        """Cache of `_around` by cell; a cell is the number of boundaries at or before a place, for each axis."""
+        """Results of `_around`, cached by cell. A cell is, for each axis, the number of boundaries at or before a place."""
         known = set(grid)
         # points on grid lines come first: points off the lines on two axes correct the surface that these have changed
         for axes, leaf in sorted(between.items(), key=lambda point: _off_lines(point[0], lines)):
@@ -287,7 +287,7 @@ class Surface:
             self._reaching.clear()
 
     def at(self, axes: Sequence[int]) -> Leaf:
-        """Return the logarithms of the times at a place."""
+        """Return the logarithms of the times at a point."""
         place = [math.log(max(value, 1)) for value in axes]
         found = _interpolate(self._node, place)
         for hats, surplus in self._around(place):
@@ -297,7 +297,7 @@ class Surface:
         return found
 
     def _around(self, place: Sequence[float]) -> Sequence[tuple[list[_Hat], Leaf]]:
-        """Return the corrections that reach the grid cell around a place. They are cached: few apply, and the lookup is in every
+        """Return the corrections that reach the grid cell around a place. They are cached, because the lookup runs in every
         step."""
         cell = tuple(bisect_right(line, value) for line, value in zip(self._ends, place, strict=True))
         found = self._reaching.get(cell)
@@ -315,7 +315,7 @@ def _off_lines(axes: Axes, lines: Sequence[Sequence[int]]) -> int:
 
 
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
-    """Return the correction range of a point along one axis: to the next grid line, or to a nearer known point of its row."""
+    """Return a point's correction range along one axis: up to the next grid line, or to a nearer known point of the row."""
     value = axes[number]
     row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
     ends = sorted({*row, *line, value})

@@ -1,4 +1,4 @@
-"""Registered kernels of each kind of operation: their owner, whether they run here, and which layers they support."""
+"""Registered kernels of each kind of operation: owners, availability on this machine, and supported layers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ B = TypeVar("B", bound=AttentionBackend | StateBackend)
 L = TypeVar("L", bound=CacheLayout | StateLayout)
 
 Check = Callable[[Any, OperationKind, str, str], Any]
-"""(result of `load`, kind, name, owner) -> the kernel class, if it is valid for that kind and name; else raises PluginError."""
+"""Function (result of `load`, kind, name, owner) -> kernel class. It raises PluginError if the class is invalid."""
 
 
 class RankHook(NamedTuple):
-    """A plugin's hook that orders kernels if no times are measured."""
+    """A plugin's hook that orders kernels for layers without measured times."""
 
     plugin: str
     owner: str
@@ -56,11 +56,11 @@ class RankHook(NamedTuple):
     """The function's parameters, out of spec, phase and candidates."""
 
     def order(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str] | None:
-        """Return the candidates, best first; None leaves the order to the next plugin.
+        """Return the candidates, best first, or None to leave the order to the next plugin.
 
         Exceptions of the plugin are passed on.
 
-        :raises PluginError: if the answer is not an order of the candidates.
+        :raises PluginError: if the result is not a permutation of the candidates.
         """
         given = {"spec": spec, "phase": phase, "candidates": tuple(candidates)}
         answer = self.function(**{name: given[name] for name in self.takes})
@@ -85,7 +85,7 @@ class KernelRegistry(Generic[K, T]):
     """Registered kernels of one kind of operation, and the layouts of their caches or states."""
 
     def __init__(self, kind: OperationKind, check: Check, failures: Sequence[object]) -> None:
-        """check: validates what a registration loads. failures: plugins that were excluded."""
+        """check: validates the object that a registration loads. failures: reports of plugins that were excluded."""
         self.kind = kind
         self._word = kind.word
         self._check = check
@@ -119,7 +119,7 @@ class KernelRegistry(Generic[K, T]):
         return self._classes[name]
 
     def availability(self, name: str) -> Support:
-        """Return whether this machine can run a backend. The backend is loaded and probed once.
+        """Return whether this machine can run a backend. The backend is loaded and probed only once.
 
         :raises UnknownBackendError: if the name is not registered.
         """
@@ -155,7 +155,7 @@ class KernelRegistry(Generic[K, T]):
         return probed
 
     def meant_for(self, device_type: str) -> list[str]:
-        """Return the names of kernels whose registration does not exclude a type of device. Imports none of them."""
+        """Return the names of kernels whose registration does not exclude a type of device. No kernel is imported."""
         return [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
 
     def all_able(self, device_type: str) -> list[str]:
@@ -167,9 +167,9 @@ class KernelRegistry(Generic[K, T]):
         return [self.backend(name) for name in self.all_able(device_type)]
 
     def supports(self, name: str, *asked: Any) -> Support:
-        """Return whether a kernel can run here and supports a layer.
+        """Return whether a kernel can run on this machine and supports a layer.
 
-        asked: arguments of its class's `supports`, the layer's spec first.
+        asked: arguments for the `supports` of the kernel's class, the layer's spec first.
         """
         able = self.able(name, asked[0].device.type)
         if not able:
@@ -183,7 +183,7 @@ class KernelRegistry(Generic[K, T]):
         return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
 
     def _with_known_layout(self, reason: Reason) -> Reason:
-        """Replace a hint to use a layout that is not registered: a backend may support layouts of another plugin."""
+        """Replace a hint to use an unregistered layout, since a backend may support layouts of another plugin."""
         option, _, layout = reason.hint.partition(" ")
         if option != "--kv-layout" or layout in self.layouts:
             return reason
@@ -192,7 +192,7 @@ class KernelRegistry(Generic[K, T]):
     def rank(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Return the candidates ordered by the rank hooks, best guess first; third-party hooks come before the built-in one.
 
-        A hook that raises or does not return an order of the candidates is logged and skipped.
+        A hook that raises, or does not return a permutation of the candidates, is logged and skipped.
         """
         for hook in self.rank_hooks:
             try:
@@ -246,7 +246,7 @@ class Kernels:
         return self.attention.backend(name)
 
     def availability(self, name: str) -> Support:
-        """Return whether this machine can run an attention backend. It is loaded and probed once."""
+        """Return whether this machine can run an attention backend. The backend is loaded and probed only once."""
         return self.attention.availability(name)
 
     def able(self, device: torch.device) -> list[str]:
@@ -255,7 +255,7 @@ class Kernels:
         return self.attention.all_able(device.type)
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Return whether a backend can run here and supports a layer in a phase."""
+        """Return whether a backend can run on this machine and supports a layer in a phase."""
         return self.attention.supports(name, spec, layout, block_size, phase)
 
 
@@ -264,7 +264,7 @@ class Placement(NamedTuple, Generic[L]):
 
     layout: L
     block_size: int
-    """Tokens per block; NO_BLOCKS for state layers."""
+    """Number of tokens per block. NO_BLOCKS for state layers."""
 
     def __str__(self) -> str:
         layout, size = self.layout.name, self.block_size
@@ -272,9 +272,9 @@ class Placement(NamedTuple, Generic[L]):
 
 
 DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
-"""Block sizes to try, in this order, if the user sets none: small blocks waste least memory."""
+"""Block sizes to try, in this order, if the user sets none. Small blocks come first because they waste least memory."""
 VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
-"""Phases in which state layers need a kernel -> the method that is called. PREFILL includes EXTEND."""
+"""Phase in which state layers need a kernel -> name of the kernel's method for it. PREFILL includes EXTEND."""
 
 
 class Candidates(ABC, Generic[S, B, L]):
@@ -296,17 +296,17 @@ class Candidates(ABC, Generic[S, B, L]):
     ) -> None:
         self.source = source
         self.counts = counts
-        """Kind of layer that needs kernels -> number of such layers."""
+        """Kind of layer that needs kernels -> number of layers of this kind."""
         self.specs = specs
         """Phase -> distinct specs of the layers in it. Only phases in which a layer needs a kernel are included."""
         self.places = places
         """Placements that the user's options allow, preferred first."""
         self.all_places = all_places
-        """Placements that other options would allow."""
+        """Placements that could be allowed by other options: every registered layout with each default block size."""
 
     @property
     def first(self) -> S:
-        """Spec of the first layer once it has a cache."""
+        """Spec of the first layer in the last phase, which is the spec with a cache if the layer has one."""
         return [*self.specs.values()][-1][0]
 
     @abstractmethod
@@ -319,14 +319,14 @@ class Candidates(ABC, Generic[S, B, L]):
 
     @abstractmethod
     def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """Return (shape, number of steps) of the workload's steps, in the shapes of these layers' tables."""
+        """Return the workload's steps as (shape, number of steps), with shapes as in these layers' cost tables."""
 
     def helper(self, name: str, phase: Phase, place: Placement[L]) -> str:
-        """Return the kernel that runs a part of the work for another, or "" if there is none."""
+        """Return the name of the kernel that runs part of the work of the kernel `name`, or "" if there is none."""
         return ""
 
     def reasons(self, name: str, phase: Phase, place: Placement[L]) -> tuple[Reason, ...]:
-        """Return all reasons why a kernel cannot run a phase of all layers."""
+        """Return all reasons why a kernel cannot run a phase for all layers, or () if it can."""
         support = Support()
         for spec in self.specs[phase]:
             support &= self.supports(name, spec, phase, place)
@@ -355,7 +355,7 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         block_size: int | None,
         options: Mapping[str, Mapping[str, str]] | None,
     ) -> None:
-        """kv_layout: auto or a name. block_size: tokens per block; None tries DEFAULT_BLOCK_SIZES. options: backend -> option ->
+        """kv_layout: a name, or auto. block_size: tokens per block; None tries DEFAULT_BLOCK_SIZES. options: backend -> option ->
         value.
 
         :raises HeadwayError: if a layout or an option is unknown.
@@ -381,7 +381,7 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         return self.source.supports(name, spec, self.layout_of(spec, place.layout), place.block_size, phase)
 
     def make(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> AttentionBackend:
-        """Make a backend with the options that the user gave it."""
+        """Make an instance of a backend, with the user's options for the backend."""
         kind, layout = self.source.backend(name), self.layout_of(spec, place.layout)
         return make_backend(kind, spec, layout, place.block_size, self._options.get(name))
 
@@ -392,10 +392,10 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         return [(shape, count) for shape, count in asked.steps() if shape.phase in self.specs]
 
     def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
-        """Return the layout of a layer's cache: the chosen one, or the first registered one that fits if that cannot hold its
+        """Return the layout of a layer's cache: the chosen one, or the first registered layout that fits if that cannot hold the
         values.
 
-        There are two kinds of layers: their value is either a part of the key or separate.
+        Layers differ in whether their value is part of the key or separate.
         """
         kinds = {each.value_in_key for each in (*self._layers.distinct, spec)}
         if len(kinds) == 1 or spec.value_in_key is not chosen.has_value:
@@ -429,17 +429,17 @@ class ComposedState(StateBackend):
         self.graph_level = min(convolution.graph_level, recurrence.graph_level)  # type: ignore[misc]
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the workspace bytes of both backends and of the tensor passed between them."""
+        """Return the workspace size of the two backends, plus that of the tensor passed between them, in bytes."""
         between = max_num_tokens * self.spec.conv_channels * self.spec.dtype.itemsize
         parts = (self._convolution, self._recurrence)
         return between + sum(part.workspace_bytes(max_num_tokens, max_num_seqs) for part in parts)
 
     def plan(self, metadata: StateMetadata) -> Plan:
-        """Plan both backends."""
+        """Return a plan that contains the plans of the two backends."""
         return _ComposedPlan(self._convolution.plan(metadata), self._recurrence.plan(metadata))
 
     def plan_for_capture(self, metadata: StateMetadata) -> Plan:
-        """Plan both backends for a CUDA graph."""
+        """Return a plan for a CUDA graph that contains the plans of the two backends."""
         return _ComposedPlan(self._convolution.plan_for_capture(metadata), self._recurrence.plan_for_capture(metadata))
 
     def scan(
@@ -469,21 +469,21 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
     def __init__(
         self, source: KernelRegistry[StateBackend, StateLayout], specs: Sequence[StateSpec], decode_len: int = 1
     ) -> None:
-        """specs: spec of each layer. decode_len: tokens per sequence in a decode, including draft tokens."""
+        """specs: spec of each layer. decode_len: number of tokens per sequence in a decode, including draft tokens."""
         self._decode_len = decode_len
         places = [Placement(layout, NO_BLOCKS) for layout in source.layouts.values()]
         counts = Counter(specs)
         super().__init__(source, counts, {phase: list(counts) for phase in VERBS}, places, places)
 
     def supports(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Support:
-        """Return whether a backend supports a layer, if needed with another backend for its convolution."""
+        """Return whether a backend supports a layer, if necessary with a second backend for the layer's convolution."""
         whole = self._support_without_helper(name, spec, phase, place)
         if not whole and spec.recurrent and spec.conv_channels and any(True for _ in self._helpers(spec, phase, place)):
             return self._support_without_helper(name, spec.recurrence, phase, place)
         return whole
 
     def make(self, name: str, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> StateBackend:
-        """Make a backend, with another for the convolution if it needs one."""
+        """Make an instance of a backend, with a second backend for the convolution if necessary."""
         if self._support_without_helper(name, spec, phase, place):
             return make_state_backend(self.source.backend(name), spec, place.layout)
         recurrence = make_state_backend(self.source.backend(name), spec.recurrence, place.layout)
@@ -491,7 +491,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return ComposedState(spec, place.layout, make_state_backend(helper, spec.convolution, place.layout), recurrence)
 
     def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
-        """Return the steps without their context; decodes include draft tokens."""
+        """Return the workload's steps with shapes that omit the context. Decodes include draft tokens."""
         found = []
         for shape, count in workload.steps():
             query_len = self._decode_len if shape.phase is Phase.DECODE else shape.query_len
@@ -499,7 +499,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return found
 
     def helper(self, name: str, phase: Phase, place: Placement[StateLayout]) -> str:
-        """Return the backend that runs convolutions for another, or "" if it needs none."""
+        """Return the name of the backend that runs convolutions for the backend `name`, or "" if it needs none."""
         lacking = [spec for spec in self.counts if not self._support_without_helper(name, spec, phase, place)]
         return next(self._helpers(lacking[0], phase, place)) if lacking else ""
 
@@ -515,14 +515,14 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return support
 
     def _helpers(self, spec: StateSpec, phase: Phase, place: Placement[StateLayout]) -> Iterator[str]:
-        """Yield the backends that can run a layer's convolution separately."""
+        """Yield the names of the backends that can run a layer's convolution separately."""
         return (name for name in self.source.entries if self._support_without_helper(name, spec.convolution, phase, place))
 
 
 def check_names(source: Kernels, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
-    """Check all names that a user gave, before slow work begins.
+    """Check all names of kernels and layouts that a user gave, before slow work begins.
 
-    asked: names of kernels, by kind.
+    asked: kind of operation -> names of kernels.
 
     :raises HeadwayError: if a kernel or a layout is unknown.
     """

@@ -1,4 +1,4 @@
-"""Inputs of the choice: the layers, the kernels that the user named, and the workload."""
+"""Inputs of the kernel selection: the layers, the kernels that the user named, and the workload."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class BackendRequest:
-    """The backend that a user named for each phase, or auto."""
+    """A user's choice of backend for each phase: a name, or auto."""
 
     prefill: str = AUTO
     """Backend for PREFILL and EXTEND."""
     decode: str = AUTO
     text: str = field(default="", compare=False)
-    """The user's text; "" derives it from the names."""
+    """Text of the request as the user wrote it. If empty, it is derived from the names."""
 
     def __post_init__(self) -> None:
         pair = f"prefill={self.prefill},decode={self.decode}"
@@ -41,13 +41,13 @@ class BackendRequest:
 
     @classmethod
     def parse(cls, text: object, option: str = "attn_backend") -> BackendRequest:
-        """Parse auto, NAME, or prefill=NAME,decode=NAME; a phase that is not mentioned is auto.
+        """Parse "auto", "NAME" or "prefill=NAME,decode=NAME". A phase that is not mentioned is auto.
 
         A request is returned unchanged, and the result of dataclasses.asdict for a request is accepted.
 
         option: name of the option, for the error.
 
-        :raises ConfigError: if the value is not a text, or not of this form.
+        :raises ConfigError: if the value is not text in this format.
         """
         if isinstance(text, BackendRequest):
             return text
@@ -68,7 +68,7 @@ class BackendRequest:
 
     @classmethod
     def for_backend(cls, name: str, phases: Iterable[Phase]) -> BackendRequest:
-        """Return the request that uses a backend for the phases that it claims, and auto for the others."""
+        """Return the request that uses a backend for the phases in its capabilities, and auto for the others."""
         served = set(phases)
         prompts = {Phase.PREFILL, Phase.EXTEND} <= served
         if Phase.DECODE not in served and prompts:
@@ -76,17 +76,17 @@ class BackendRequest:
         return cls(decode=name) if Phase.DECODE in served and not prompts else cls(name, name)
 
     def name_for(self, phase: Phase) -> str:
-        """Return the backend named for a phase, or auto."""
+        """Return the name of the backend for a phase, or auto."""
         return self.decode if phase is Phase.DECODE else self.prefill
 
     @property
     def names(self) -> Sequence[str]:
-        """Distinct names of backends, without auto."""
+        """Distinct names of backends in the request, excluding auto."""
         return [name for name in dict.fromkeys((self.prefill, self.decode)) if name != AUTO]
 
     @property
     def auto_phases(self) -> Sequence[Phase]:
-        """Phases that are left to the selector."""
+        """Phases for which the selector chooses the backend."""
         return [phase for phase in Phase if self.name_for(phase) == AUTO]
 
 
@@ -101,11 +101,11 @@ class LayerSpecs:
     cached: Sequence[AttentionSpec]
     """Spec of each layer's cache, in layer order."""
     expanded: Mapping[AttentionSpec, AttentionSpec] = field(default_factory=dict)
-    """Spec of a latent layer's cache -> the spec with which its prompts without context are computed."""
+    """Spec of a latent layer's cache -> spec with which the layer computes prompts without context."""
     states: Sequence[StateSpec] = ()
     """Spec of each state layer, in layer order."""
     placed: torch.device | None = None
-    """Device of a model that has no layers of either kind. None if it has any; these know their device."""
+    """Device of a model without attention and state layers. None if the model has any, since specs name their device."""
 
     @classmethod
     def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
@@ -128,7 +128,7 @@ class LayerSpecs:
 
     @property
     def device(self) -> torch.device:
-        """Device of all layers."""
+        """Device that all layers run on."""
         devices = [*(spec.device for spec in self.cached[:1]), *(spec.device for spec in self.states[:1])]
         found = devices[0] if devices else self.placed
         assert found is not None, "a model without layers of attention or with a state says its device"
@@ -136,7 +136,7 @@ class LayerSpecs:
 
     @cached_property
     def distinct(self) -> Sequence[AttentionSpec]:
-        """Distinct specs of caches, in layer order."""
+        """Distinct specs of the layers' caches, in layer order."""
         return list(dict.fromkeys(self.cached))
 
     @cached_property
@@ -147,21 +147,21 @@ class LayerSpecs:
 
     @cached_property
     def value_head_dims(self) -> Sequence[int]:
-        """Elements per head in the attention output of each layer."""
+        """Number of elements per head in the attention output of each layer."""
         return [self.expanded.get(spec, spec).v_head_dim for spec in self.cached]
 
     def in_phase(self, spec: AttentionSpec, phase: Phase) -> AttentionSpec:
-        """Return the spec that a layer needs a backend for in a phase. spec: spec of its cache."""
+        """Return the spec that a layer's backend must support in a phase. spec: spec of the layer's cache."""
         return self.expanded.get(spec, spec) if phase is Phase.PREFILL else spec
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        """Phases in which any layer needs a backend: only PREFILL if no layer has a cache, none without attention layers."""
+        """Phases in which any layer needs a backend: only PREFILL if no layer has a cache, and none without attention layers."""
         asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
         return [phase for phase in Phase if phase in asked]
 
     def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
-        """Return the phases in which layers use a spec or a kind, of a cache or non-absorbed."""
+        """Return the phases in which layers use a spec, or a kind of spec, whether a cache's or non-absorbed."""
         if spec.dense:
             return frozenset({Phase.PREFILL})
         latent = any(spec.kind == cached.kind for cached in self.expanded)
@@ -169,26 +169,26 @@ class LayerSpecs:
 
 
 _CHUNK = 2048
-"""Prompt tokens per step."""
+"""Number of prompt tokens per step that is assumed for a workload."""
 _MOST = 1 << 24
 """Maximum number of requests, and of tokens per request: far beyond real workloads, and still fast to evaluate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Equal requests, `batch` of them at a time."""
+    """Expected workload: equal requests, with `batch` requests running at a time."""
 
     batch: int
     input_len: int
     output_len: int
     cached_len: int = 0
-    """Tokens of the input that are prefix cache hits."""
+    """Number of input tokens that are prefix cache hits."""
 
     @classmethod
     def parse(cls, text: str) -> Workload:
-        """Parse chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256.
+        """Parse "chat", "long", "batch", or BATCHxINPUT+OUTPUT such as 16x1024+256.
 
-        :raises ConfigError: if the text has another form.
+        :raises ConfigError: if the text is in any other format.
         """
         if text in PRESETS:
             return PRESETS[text]
@@ -224,4 +224,4 @@ PRESETS = {
     "long": Workload(4, 16384, 512),
     "batch": Workload(256, 512, 512),
 }
-"""chat: turns of conversations. long: long documents. batch: many short offline requests."""
+"""Workloads by name. chat: turns of conversations. long: long documents. batch: many short offline requests."""

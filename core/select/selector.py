@@ -1,4 +1,4 @@
-"""Selection of the kernels for a model's layers: support and reasons against it, choice at start, instances, and choice per
+"""Selection of the kernels for a model's layers: support, reasons for refusals, choice at start, instances, and choice per
 step."""
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ log = logging.getLogger("headway")
 
 
 _Choice = tuple[str, dict[str, float], float]
-"""(fastest backend, microseconds of each backend, microseconds up to which a backend counts as equally fast)."""
+"""(fastest backend, time of each backend, time up to which a backend counts as equally fast), times in microseconds."""
 
 
 class StepChooser:
-    """Choice of a step's backend by one dict lookup. Lengths are rounded to an eighth of an octave; each answer is computed
+    """Chooses a step's backend by one dict lookup. Lengths are rounded to an eighth of an octave, and each choice is computed
     once."""
 
     def __init__(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> None:
-        """costs: measured times. names: backends between which a phase may switch; other phases must not be passed to
+        """costs: measured times. names: phase -> backends among which it may switch; other phases must not be passed to
         `choose`."""
         self.costs = costs
         self.names = names
@@ -44,9 +44,9 @@ class StepChooser:
         self._reported: set[Phase] = set()
 
     def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
-        """Return the backend for a part of a step, or None if nothing was measured. It becomes the current backend of the phase.
+        """Return the backend for a part of a step, or None if none was measured. It becomes the current backend of the phase.
 
-        query_len, kv_len: lengths of each sequence in the part; if they differ, see `Shape.of`.
+        query_len, kv_len: lengths of each sequence in the part; for unequal lengths, see `Shape.of`.
         """
         key = (phase, batch, _rounded(query_len), _rounded(kv_len))
         try:
@@ -71,9 +71,9 @@ class StepChooser:
         self._current.clear()
 
     def decode_candidates(self, batch: int) -> list[str]:
-        """Return the backends to capture decode graphs for at a batch size, at most two.
+        """Return the backends to capture in decode graphs of a batch size, at most two.
 
-        The first is best over all measured lengths; a second wins somewhere by more than the noise.
+        The first is best over all measured lengths. A second is faster than the first at some length, by more than the noise.
         """
         if batch not in self._candidates:
             self._candidates[batch] = self._find_candidates(batch)
@@ -110,7 +110,7 @@ class StepChooser:
         first = min(names, key=overall)
 
         def gain(name: str) -> float:
-            """Return the largest factor by which a backend is faster than the first at some length."""
+            """Return the largest factor, over all lengths, by which a backend is faster than the first backend."""
             pairs = zip(times[first], times[name], strict=True)
             return max(
                 (math.inf if not math.isfinite(ours) else ours / theirs for ours, theirs in pairs if math.isfinite(theirs)),
@@ -122,17 +122,17 @@ class StepChooser:
 
 
 def _rounded(length: int) -> int:
-    """Return the middle of the eighth of an octave around a length; short lengths are unchanged."""
+    """Return the middle of the eighth of an octave that contains a length. Short lengths are unchanged."""
     shift = max(length.bit_length() - 4, 0)
     return ((length >> shift) << shift) + (1 << shift >> 1)
 
 
 _WORKLOAD_GAIN, _TYPICAL_GAIN = 0.15, 0.035
-"""Minimum gain, as a logarithm, of the workload and of the typical point, for a layout and block size to replace one earlier in
+"""Minimum gains, as logarithms, over the workload and at the typical point, for a placement to replace a placement earlier in
 the order. The workload depends on a few points, each with noise; the typical point is a mean over all points, with little noise.
 Small blocks, which waste less memory, are first in the order."""
 _NOISES = 4.0
-"""Multiple of the noise that the workload must gain at least. The typical point must gain at least the noise."""
+"""Minimum gain over the workload, as a multiple of the noise. At the typical point, the minimum gain is the noise."""
 
 
 NO_ATTENTION = "none"
@@ -141,28 +141,28 @@ NO_ATTENTION = "none"
 
 @dataclass(frozen=True, slots=True)
 class Selection(Generic[L]):
-    """Choice at start for the layers of one kind: layout, block size, and the kernels of each phase."""
+    """Choice made at start for the layers of one kind: layout, block size, and the kernels of each phase."""
 
     place: Placement[L]
     names: Mapping[Phase, str]
     why: str
     others: Mapping[Phase, Sequence[str]] = field(default_factory=dict)
-    """Backends that a phase may switch to, step by step."""
+    """Phase -> backends that it may switch to from step to step."""
     helpers: Mapping[Phase, str] = field(default_factory=dict)
     """Phase -> kernel that runs convolutions for the chosen kernel."""
 
     @property
     def layout(self) -> L:
-        """Chosen layout."""
+        """Layout that was chosen."""
         return self.place.layout
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Number of tokens per block."""
         return self.place.block_size
 
     def all_for(self, phase: Phase) -> Sequence[str]:
-        """Return the backends that may run a phase, its usual one first."""
+        """Return the backends that may run a phase, the usual backend first."""
         return [self.names[phase], *self.others.get(phase, ())]
 
     def __str__(self) -> str:
@@ -178,14 +178,14 @@ class _Rated(Generic[L]):
     costs: StepCosts
     names: Mapping[Phase, Sequence[str]]
     expected: float
-    """Logarithm of the workload's microseconds."""
+    """Logarithm of the workload's time in microseconds."""
     typical: Mapping[Shape, float]
-    """Logarithm of the minimum microseconds at each measured point."""
+    """Logarithm of the minimum time in microseconds, for each measured point."""
 
 
 @dataclass(frozen=True)
 class MeasuredChoice:
-    """Choice of layout, block size and kernels by measured times."""
+    """Chooses a layout, a block size and kernels by measured times."""
 
     parts: Sequence[tuple[CostTable, int]]
     """(table, number of layers) of each distinct kind of layer."""
@@ -193,7 +193,7 @@ class MeasuredChoice:
     steps: Sequence[tuple[Shape, float]]
     """(shape, number of steps) of the workload's steps in `phases`."""
     free: Collection[Phase] = tuple(Phase)
-    """Phases that are auto. The other phases have a named kernel, whose times count if it has any."""
+    """Phases that are auto. The other phases have a named kernel; its times count if it was measured."""
     phases: Collection[Phase] = tuple(Phase)
     """Phases in which layers need a kernel."""
     per_step: bool = True
@@ -203,7 +203,7 @@ class MeasuredChoice:
     def select(
         self, places: Sequence[Placement[L]], able: Callable[[Phase, Placement[L]], Iterable[str]]
     ) -> tuple[Selection[L], StepChooser] | None:
-        """Return the placement of least expected cost with its best kernels, or None if no placement has times for the free
+        """Return the placement with the least expected cost and its best kernels, or None if no placement has times for the free
         phases.
 
         able: returns the kernels that support a phase of every layer at a placement.
@@ -231,7 +231,7 @@ class MeasuredChoice:
         return selection, StepChooser(chosen.costs, {phase: selection.all_for(phase) for phase in others})
 
     def _expected(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float | None:
-        """Return the microseconds of attention in the workload, or None if a phase has no kernel or a free phase has no times."""
+        """Return the workload's time in microseconds, or None if a phase has no kernel, or a free phase has no times."""
         measured = {
             phase: any(math.isfinite(costs.step_us(name, shape)) for name in able for shape in costs.shapes(phase))
             for phase, able in names.items()
@@ -243,8 +243,8 @@ class MeasuredChoice:
         return total if math.isfinite(total) else None
 
     def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
-        """Return the backend that is fastest for the workload's steps of a phase; without such steps the first, which wins
-        most."""
+        """Return the fastest backend for the workload's steps of a phase or, without such steps, the first backend, which wins
+        at most points."""
         steps = [(shape, count) for shape, count in self.steps if shape.phase is phase]
         return min(names, key=lambda name: sum(count * costs.step_us(name, shape) for shape, count in steps))
 
@@ -261,7 +261,7 @@ def _doubts(noise: float) -> tuple[float, float]:
 
 
 def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _Rated[L]:
-    """Return the first candidate, unless a later one gains more than the doubt, over the workload or at the typical point."""
+    """Return the first candidate, unless a later one gains more than `doubts` over the workload or at the typical point."""
     doubt, typical_doubt = doubts
     shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
     chosen = rated[0]
@@ -274,7 +274,7 @@ def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _
 
 
 def _undecided(rated: Sequence[_Rated[L]], chosen: _Rated[L]) -> str:
-    """Return a remark if times without noise would select another layout or block size, else ""."""
+    """Return a remark if taking the times as exact would select a different layout or block size, else ""."""
     otherwise = _steady_choice(rated, _doubts(0.0))
     if otherwise is chosen:
         return ""
@@ -286,15 +286,15 @@ class Rated(NamedTuple):
 
     name: str
     reasons: tuple[Reason, ...]
-    """Reasons why it does not support the shape or must not be chosen. Empty if it is supported."""
+    """Reasons why the kernel does not support the shape or must not be chosen. Empty if there are none."""
     us: float | None
-    """Microseconds per step over all layers. None if not measured or not supported."""
+    """Time per step over all layers, in microseconds. None if not measured or not supported."""
 
 
 class KernelSelector(Generic[S, B, L]):
-    """Choice for all layers of one kind: a layout and block size with which every phase runs as the user requested.
+    """Chooses, for all layers of one kind, a layout and block size with which every phase runs as the user requested.
 
-    A kernel that the user named is used, or rejected with all reasons. Otherwise `auto` chooses the least measured cost over the
+    A kernel that the user named is used, or rejected with all reasons. Otherwise `auto` minimizes the measured cost over the
     workload. Without times, each phase gets the first kernel in rank order that supports every layer.
     """
 
@@ -305,16 +305,16 @@ class KernelSelector(Generic[S, B, L]):
         costs: Mapping[S, CostTable] | None = None,
         workload: Workload = PRESETS["chat"],
     ) -> None:
-        """costs: measured times of each distinct layer; None if there are none.
+        """costs: measured times of each distinct layer. None if there are none.
 
-        :raises HeadwayError: if a name is unknown, or no kernel supports the layers; with all reasons and the nearest request
+        :raises HeadwayError: if a name is unknown or no kernel supports the layers, with all reasons and the nearest request
             that would be supported.
         """
         self._able = candidates
         self._request = request
         self._parts = [(costs[spec], count) for spec, count in candidates.counts.items()] if costs else []
         self._failed = {name: why for table, _ in self._parts for name, why in table.excluded.items()}
-        """Kernels that failed their self-test -> the failure."""
+        """Kernel excluded from selection, for example by a failed self-test -> reason."""
         self._chooser: StepChooser | None = None
         selection = self._select(workload)
         helpers = {phase: candidates.helper(name, phase, selection.place) for phase, name in selection.names.items()}
@@ -326,16 +326,16 @@ class KernelSelector(Generic[S, B, L]):
 
     @property
     def costs(self) -> StepCosts | None:
-        """Measured times for the selected layout and block size. None if they did not decide the selection."""
+        """Measured times for the selected layout and block size. None if these times did not decide the selection."""
         return self._chooser.costs if self._chooser is not None else None
 
     @property
     def all_costs(self) -> StepCosts | None:
-        """Measured times for the selected layout and block size, whether or not they decided. None if there are none."""
+        """Measured times for the selected layout and block size, even if they did not decide. None if there are none."""
         return StepCosts(self._parts, self.selection.layout.name, self.selection.block_size) if self._parts else None
 
     def rated(self, shape: Shape, chosen: str) -> list[Rated]:
-        """Return every registered kernel, with the selected layout and block size: the chosen one, then kernels with a time,
+        """Return every registered kernel, with the selected layout and block size: `chosen`, then kernels with a measured time,
         fastest first, then other supported kernels, then the rest."""
         costs, found = self.all_costs, []
         for name in self._able.source.entries:
@@ -345,7 +345,7 @@ class KernelSelector(Generic[S, B, L]):
         return sorted(found, key=lambda each: (each.name != chosen, bool(each.reasons), each.us is None, each.us or 0.0))
 
     def why_not(self, phase: Phase) -> dict[str, tuple[Reason, ...]]:
-        """Return kernel considered for a phase -> reasons why it does not support the phase with the selected layout; () if it
+        """Return kernel considered for a phase -> reasons why it does not support the phase with the selected layout, or () if it
         does."""
         names = self._names(self._request, phase, every=True) if self._able.specs else ()
         failed = self._failed if self._request.name_for(phase) == AUTO else {}
@@ -384,7 +384,7 @@ class KernelSelector(Generic[S, B, L]):
         return (name for name in self._names(request, phase) if not self._able.reasons(name, phase, place))
 
     def _names(self, request: BackendRequest, phase: Phase, every: bool = False) -> Sequence[str]:
-        """Return the names to try, best guess first. every: True includes kernels that are registered for other devices."""
+        """Return the names to try, best guess first. every: True to include kernels registered for other devices."""
         if (name := request.name_for(phase)) != AUTO:
             return (name,)
         source, spec = self._able.source, self._able.first
@@ -392,7 +392,7 @@ class KernelSelector(Generic[S, B, L]):
         return source.rank(spec, phase, [name for name in meant if name not in self._failed])
 
     def _refusal(self) -> UnsupportedError:
-        """Return an error that explains the nearest layout and block size, and names what would work."""
+        """Return an error that explains why the nearest layout and block size fail, and names options that would work."""
 
         def unserved(place: Placement[L]) -> list[Phase]:
             return [phase for phase in self._able.specs if not any(self._supported(self._request, phase, place))]
@@ -409,7 +409,7 @@ class KernelSelector(Generic[S, B, L]):
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:
-        """Return the options of the smallest change to the request that would be supported, found by trying; "" if there is
+        """Return the options of the smallest change to the request that would be supported, found by trying, or "" if there is
         none."""
         kept = BackendRequest(
             AUTO if {Phase.PREFILL, Phase.EXTEND} & set(unserved) else self._request.prefill,
@@ -423,7 +423,7 @@ class KernelSelector(Generic[S, B, L]):
 
 
 class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
-    """Choice of attention backends at start, and of each step's backend by a dict lookup (`StepChooser`)."""
+    """Chooses attention backends at start, and each step's backend by a dict lookup (`StepChooser`)."""
 
     def __init__(
         self,
@@ -437,7 +437,7 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         costs: Mapping[AttentionSpec, CostTable] | None = None,
         workload: Workload = PRESETS["chat"],
     ) -> None:
-        """options: backend -> option -> value. costs: measured times of each distinct layer, including non-absorbed ones; None:
+        """options: backend -> option -> value. costs: measured times of each distinct layer, including non-absorbed ones. None if
         there are none.
 
         :raises HeadwayError: if a name is unknown or the request is not supported, with all reasons.
@@ -447,18 +447,18 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         chosen = self.selection
         self._candidates = candidates
         self.instances: dict[str, Backends] = {}
-        """Backend that may be called -> its instances, by spec."""
+        """Name of a backend that may be called -> instances of the backend, keyed by spec."""
         for name in dict.fromkeys(name for phase in chosen.names for name in chosen.all_for(phase)):
             served = [phase for phase in candidates.specs if name in chosen.all_for(phase)]
             self.instances[name] = candidates.instances(name, served, chosen.place)
         self.gathering = candidates.gathering(chosen.names[Phase.PREFILL], chosen.place)
         """Spec of a latent layer's cache -> the prefill backend's instance for attention over its gathered, up-projected context.
-        Layers for which that backend does not support this are missing."""
+        Specs that the backend does not support are missing."""
 
     def backends_for(self, phase: Phase, batch: int | None = None, query_len: int = 1, kv_len: int = 1) -> Backends:
-        """Return spec -> instance for a phase in this step.
+        """Return spec -> backend instance for a phase in this step.
 
-        batch: number of sequences in that part of the step (for a graph, at capture); None selects the phase's usual backend.
+        batch: number of sequences in that part of the step (for a graph, at capture). None selects the phase's usual backend.
         query_len, kv_len: new tokens, and cached plus new tokens, of each sequence; if they differ, see `Shape.of`.
         """
         name = None
@@ -467,8 +467,8 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         return self.instances[name or self.selection.names[phase]]
 
     def backends_of(self, shape: Shape) -> Backends:
-        """Return spec -> instance for a shape. For a captured shape, return the fastest on the device of the backends that can be
-        captured, because a replay saves the host their launches. If none can be, or none has a time, return those of a launched
+        """Return spec -> instance for a shape. For a captured shape, the fastest on the device of the backends that can be
+        captured, because a replay needs no launches by the host. If none can be captured, or none has a time, as for a launched
         step."""
         if shape.captured and self.costs is not None:
             named = [(name, self.instances[name].values()) for name in self.selection.all_for(shape.phase)]
@@ -489,7 +489,7 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
 
     def decode_us(self, batch: int, query_len: int, kv_len: int) -> float:
-        """Return the microseconds of attention in a decode step with the fastest backend, or infinity if nothing was measured."""
+        """Return the attention time of a decode step with the fastest backend in microseconds, or infinity if not measured."""
         if self.costs is None:
             return math.inf
         shape = Shape(Phase.DECODE, batch, query_len, kv_len)
@@ -501,5 +501,5 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
             self._chooser.forget()
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
-        """Return the layout of a layer's cache: the selected one, or another if that does not fit the layer's values."""
+        """Return the layout of a layer's cache: the selected layout, or another if it does not fit the layer's values."""
         return self._candidates.layout_of(spec, self.selection.layout)

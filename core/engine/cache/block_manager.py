@@ -1,4 +1,4 @@
-"""Block manager: gives pages to sequences, counts references, reuses common prefixes, evicts the least recently used page."""
+"""Block manager: allocates pages, counts references, shares common prefixes, and evicts the least recently used page."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class PageKeeper(Protocol):
     """Saves contents of pages elsewhere before they are overwritten. It is notified of every free page with reusable content."""
 
     def freed(self, page: int, group: int) -> None:
-        """Note that no sequence holds the page any more, and that its content can be found in this group."""
+        """Note that no sequence references the page any more, and that prefix lookups in this group can find its content."""
 
     def acquired(self, page: int) -> None:
-        """Note that a sequence holds a free page again, for its content."""
+        """Note that a sequence references a free page again, to reuse its content."""
 
     def allocated(self, page: int) -> None:
-        """Note that a free page is about to be overwritten; its content can be found until this returns."""
+        """Note that a free page will be overwritten. Prefix lookups can find its content until this call returns."""
 
     def forgotten(self, everywhere: bool) -> None:
-        """Forget every content: once this returns, none is found or used any more. everywhere: True to include those on disk."""
+        """Forget the contents of all pages: none is used once this returns. everywhere: True to include contents on disk."""
 
 
 class FreePages:
-    """Reference counts, and the free pages in eviction order: first pages without reusable content, then least recently freed."""
+    """Reference counts, and the free pages in eviction order: pages without reusable content, then the least recently freed."""
 
     def __init__(self, num_pages: int, first: int = 0) -> None:
-        """first: index of the first usable page; earlier ones are never allocated."""
+        """first: index of the first usable page. Earlier pages are never allocated."""
         self.ref_counts = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_pages))
         self._first = first
@@ -64,7 +64,7 @@ class FreePages:
         return True
 
     def drop(self, page: int) -> bool:
-        """Drop a reference to a page. Returns whether the page is now free; then it is the last to be allocated."""
+        """Drop a reference to a page. Returns whether the page is now free. A free page goes to the end of the eviction order."""
         self.ref_counts[page] -= 1
         if self.ref_counts[page]:
             return False
@@ -92,19 +92,19 @@ class FreePages:
 
 
 SHORTEST_FIRST_HIT = 8
-"""Minimum number of tokens in a prefix hit that shares no whole page. With a hit a prompt extends a context instead of being a
-plain prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
+"""Minimum number of tokens in a prefix hit that shares no whole page. A hit makes a prompt extend a context instead of being a
+plain prefill. This costs more than computing the few tokens that any two prompts share by chance or through their template."""
 _NEVER = sys.maxsize  # More tokens than any sequence reaches
 
 
 class PagesUsed(NamedTuple):
-    """Page counts of one group."""
+    """Page counts of one cache group."""
 
     used: int
     cached: int
-    """Pages that no sequence holds and whose content can be found."""
+    """Number of pages that no sequence references and whose content prefix lookups can find."""
     num_freed: int
-    """Pages that sequences have freed since the start because they left the attention window."""
+    """Number of pages that sequences have freed since the engine's start because the pages left the attention window."""
 
 
 class AbsentPage(NamedTuple):
@@ -112,7 +112,7 @@ class AbsentPage(NamedTuple):
 
     group: int
     place: int
-    """Index in the sequence's table; 0 for a state."""
+    """Index of the page in the sequence's table. 0 for a state."""
     page: int
     """Target page in the pool; for a state, the target slot."""
 
@@ -138,7 +138,7 @@ class BlockManager:
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """num_pages: with the null page, if windowed. smallest_chunk: see SMALLEST_CHUNK. checkpoints: saved states, or None."""
+        """num_pages: reserved pages included. smallest_chunk: see SMALLEST_CHUNK. checkpoints: index of saved states, or None."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -148,23 +148,23 @@ class BlockManager:
         self.num_pages = num_pages - first
         self._pages = FreePages(num_pages, first)
         self.keeper: PageKeeper | None = None
-        """Saves contents of free pages outside the pool. None means that they are not saved."""
+        """Object that saves the contents of free pages outside the pool. None means that contents are not saved."""
         self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
         self._num_freed = [0] * len(self.groups)
         self.checkpoints = checkpoints
 
     @property
     def num_free(self) -> int:
-        """Number of pages that no sequence holds, including those with reusable content."""
+        """Number of pages that no sequence references, including pages with reusable content."""
         return len(self._pages)
 
     @property
     def num_cached(self) -> int:
-        """Number of pages that no sequence holds and whose content can be found."""
+        """Number of pages that no sequence references and whose content prefix lookups can find."""
         return sum(self._pages.num_among(prefixes.index) for prefixes in self.prefixes)
 
     def num_holders(self, page: int) -> int:
-        """Return the number of sequences that hold a page."""
+        """Return the number of sequences that reference a page."""
         return self._pages.ref_counts[page]
 
     def usage(self, holders: Iterable[Sequence]) -> list[PagesUsed]:
@@ -177,7 +177,7 @@ class BlockManager:
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
         """Attach the cached pages of the longest prefix hit to a sequence without pages. Returns the number of cached tokens.
 
-        Every group must hold the prefix. partly: True to count the matching part of one more page. That part is noted in
+        Every group must have the prefix cached. partly: True to count the matching part of one more page. That part is noted in
         `seq.prefix_copies` and must be copied before the step that computes the rest; until then the sequence holds the source.
         At least the last token is left to compute, because its logits are needed.
         """
@@ -211,11 +211,11 @@ class BlockManager:
         return length
 
     def attach_pages(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Attach pages for the first `length` tokens to a sequence without pages, and a state slot if layers keep states.
+        """Attach pages for the first `length` tokens to a sequence without pages, and a state slot if the model has state layers.
 
-        Pages that the pool holds are shared. The others are allocated and returned, for the caller to fill: also a last partial
+        Pages found in the pool are shared. Missing pages are allocated and returned, for the caller to fill: also a last partial
         page (only sequences with a state have one), and the state, which comes last. Until the caller sets `num_computed` to
-        length, nothing of the sequence counts as computed. Returns None, and changes nothing, if there is too little room.
+        length, no token of the sequence counts as computed. Returns None, and changes nothing, if too few pages are free.
         """
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         seq.num_computed = length
@@ -248,7 +248,7 @@ class BlockManager:
         return made if state is None else made + state
 
     def _hold_state(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Hold a slot for the state after a sequence's first `length` tokens. Returns the copy to make; None if no slot is
+        """Reserve a slot for the state after a sequence's first `length` tokens. Returns the copy to make, or None if no slot is
         free."""
         assert self.checkpoints is not None
         digest = self.name_of_start(seq, length)
@@ -259,7 +259,7 @@ class BlockManager:
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
     def longest_hit(self, seq: Sequence, partly: bool, also: StoredElsewhere | None = None) -> int:
-        """Return the length in tokens of the longest prefix that every group holds. also: finds content saved elsewhere."""
+        """Return the length in tokens of the longest prefix cached in every group. also: finds content outside the pool."""
         if self.checkpoints is None:
             length = self._longest_cached(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
@@ -280,11 +280,11 @@ class BlockManager:
         return 0
 
     def name_of_start(self, seq: Sequence, length: int) -> bytes:
-        """Return the name of a sequence's first `length` tokens: the digest of the page that ends there, if one does."""
+        """Return the name of a sequence's first `length` tokens: the digest of the page that ends after them, if any."""
         return self.prefixes[0].digest_of_start(seq, length)
 
     def _longest_cached(self, seq: Sequence, at_most: int, partly: bool, also: StoredElsewhere | None = None) -> int:
-        """Return the length of the longest prefix, up to `at_most` tokens, whose pages every group holds."""
+        """Return the length of the longest prefix, up to `at_most` tokens, whose pages are cached in every group."""
         length = before = at_most
         while True:
             for number, prefixes in enumerate(self.prefixes):
@@ -332,7 +332,7 @@ class BlockManager:
         return end - seq.num_computed if end > seq.num_computed else count
 
     def fitting(self, seq: Sequence, count: int) -> int:
-        """Return the chunk length, up to `count`, that fits. It is shorter only if windowed groups lack room."""
+        """Return the chunk length, up to `count`, that fits. It is shorter only if windowed groups lack free pages."""
         if not self._windowed or count <= self._smallest_chunk:
             return count
         free = self.num_free - sum(self._missing(seq, count, number) for number in self._unwindowed)
@@ -434,7 +434,7 @@ class BlockManager:
         seq.checkpoints = []
 
     def forget_prefixes(self, everywhere: bool = False) -> None:
-        """Make every cached content unfindable; sequences keep their pages. everywhere: True to include those on disk."""
+        """Hide all cached contents from later lookups; sequences keep their pages. everywhere: True to include the disk."""
         if self.keeper is not None:
             self.keeper.forgotten(everywhere)
         if self.checkpoints is not None:
@@ -463,7 +463,7 @@ class BlockManager:
         return boundary
 
     def acquire(self, page: int) -> None:
-        """Add a reference to a page for its content."""
+        """Add a reference to a page, to reuse its content."""
         if self._pages.acquire(page) and self.keeper is not None:
             self.keeper.acquired(page)
 

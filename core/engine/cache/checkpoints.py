@@ -13,13 +13,13 @@ class Checkpoints:
     """Index of saved states, and allocator of slots for new ones. The least recently used state is evicted first.
 
     A prefix hit of a model with states needs every group's pages and a checkpoint at its end. A checkpoint may outlive its pages;
-    it is then unused until they are computed again.
+    it is then unused until the pages are computed again.
 
-    A slot may be held for sequences that wait and will begin with its state; it may have no name then.
+    A slot may be held for waiting sequences that will start from its state. Such a slot may have no name yet.
     """
 
     def __init__(self, slots: StateSlots, interval: int, stats: EngineStats) -> None:
-        """interval: tokens between possible checkpoints; whole pages of every group end at its multiples."""
+        """interval: number of tokens between possible checkpoints; whole pages of every group end at its multiples."""
         self.interval = interval
         self.slots = slots
         self._stats = stats
@@ -28,13 +28,13 @@ class Checkpoints:
         self._references: Counter[int] = Counter()
         self._unnamed: set[int] = set()  # Held slots that have no name
         self.evicted: Callable[[bytes, int], object] | None = None
-        """Saves a state, given its name and slot, before the next step may overwrite it. None means that nothing is saved."""
+        """Function that saves a state, given its name and slot, before the next step may overwrite it. None saves nothing."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
     def knows(self, digest: bytes) -> bool:
-        """Return whether there is a checkpoint of this name."""
+        """Return whether a checkpoint with this name exists."""
         return digest in self._slot_of
 
     def use(self, digest: bytes) -> int:
@@ -80,7 +80,7 @@ class Checkpoints:
         return slot
 
     def has_slot_for(self, digest: bytes) -> bool:
-        """Return whether `hold` would find a slot for this name."""
+        """Return whether `hold` would return a slot for this name."""
         return digest in self._slot_of or bool(self._free) or any(slot not in self._references for slot in self._slot_of.values())
 
     def publish_restored(self, digest: bytes, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Prefix lookup: finds the longest prefix of a sequence that one cache group still holds."""
+"""Prefix lookup: finds the longest prefix of a sequence that is still cached in one cache group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = array("i").itemsize
 
 
 def packed(token_ids: Items[int]) -> bytes:
-    """Return the tokens as fixed-width integers in bytes, the form that the index compares."""
+    """Return the tokens as bytes of fixed-width integers, the format that the index compares."""
     return array("i", token_ids).tobytes()
 
 
@@ -27,7 +27,7 @@ class PrefixIndex:
 
     A full block is named by its digest, the chained hash of its tokens and of all earlier ones. The tokens of each block, full or
     not, are stored sorted under its parent: the digest of everything before the block (`Sequence.prefix_root` at the start of a
-    sequence). The block with the longest match is then next to the insertion point of the given tokens, so a search costs O(log
+    sequence). The block with the longest match is then next to the insertion point of the given tokens, so a search takes O(log
     n).
     """
 
@@ -44,16 +44,16 @@ class PrefixIndex:
         return iter(self._place_of)
 
     def find(self, digest: bytes, tokens: bytes) -> int | None:
-        """Return the full block of this name if it holds these tokens. The comparison detects hash collisions."""
+        """Return the full block with this name if it contains these tokens, or None. Comparing tokens detects hash collisions."""
         block = self._block_of.get(digest)
         return block if block is not None and self._place_of[block][1] == tokens else None
 
     def knows(self, digest: bytes) -> bool:
-        """Return whether any block has this name, whatever its tokens."""
+        """Return whether any block has this name, without comparing tokens."""
         return digest in self._block_of
 
     def digest_of(self, block: int) -> bytes | None:
-        """Return the name of a block. None if the block has no name or is not full."""
+        """Return the name of a block, or None if the block has no name or is not full."""
         return self._digest_of.get(block)
 
     def tokens_of(self, block: int) -> bytes:
@@ -61,7 +61,7 @@ class PrefixIndex:
         return self._place_of[block][1]
 
     def longest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        """Return the block under `parent` that matches `tokens` longest, and the match's length. (-1, 0) if none matches."""
+        """Return the block under `parent` with the longest match of `tokens`, and the match's length; (-1, 0) if none matches."""
         children = self._children.get(parent, ())
         at = bisect_left(children, (tokens, -1))
         best, most = -1, 0
@@ -72,7 +72,7 @@ class PrefixIndex:
         return best, most
 
     def add(self, block: int, parent: bytes, tokens: bytes, digest: bytes | None = None) -> None:
-        """Index a full block by its digest, replacing its old name. A block that already holds the same tokens keeps its name."""
+        """Index a full block by its digest, replacing its old name. A block already indexed with these tokens keeps its name."""
         self.discard(block)
         children = self._children.setdefault(parent, [])
         at = bisect_left(children, (tokens, -1))
@@ -119,18 +119,18 @@ def _agreement(held: bytes, tokens: bytes) -> int:
 
 
 StoredElsewhere = Callable[[int, bytes], bool]
-"""Returns whether the content of a page, by group and digest, or a state, by name, is saved outside the pool."""
+"""Function (group, digest) that returns whether a page is saved outside the pool; for a state, the group is STATES."""
 
 
 class PrefixHit(NamedTuple):
-    """The pages of one group that hold a prefix."""
+    """The pages of one group that contain a prefix."""
 
     first: int
-    """Index of the first page that is needed; earlier ones are outside the window."""
+    """Index of the first page that is needed. Earlier pages are outside the window."""
     pages: list[int]
     """Whole pages from `first` on."""
     source: int
-    """Page whose first `num_tokens` tokens continue the prefix; they must be copied."""
+    """Page whose first `num_tokens` tokens continue the prefix. These tokens must be copied."""
     num_tokens: int
     """Number of tokens to copy. 0 means none."""
 
@@ -150,8 +150,8 @@ class GroupPrefixes:
         self._blocks_per_page = group.page_size // block_size
 
     def longest(self, seq: Sequence, at_most: int, partly: bool, also: Callable[[bytes], bool] | None = None) -> int:
-        """Return the length in tokens of the longest held prefix, up to `at_most`.
-        partly: True if the last page may be partial. also: returns whether a digest is saved elsewhere."""
+        """Return the length of the longest cached prefix in tokens, up to `at_most`.
+        partly: True if the last page may be partial. also: returns whether a digest is saved outside the pool."""
 
         def lacks(page: int) -> bool:
             return self.find(seq, page) is None and (also is None or not also(self.digest(seq, page)))
@@ -170,7 +170,7 @@ class GroupPrefixes:
             end = missing
 
     def hit(self, seq: Sequence, length: int) -> PrefixHit:
-        """Return the pages of a prefix of this length, which must be held."""
+        """Return the pages of a prefix of this length, which must be cached."""
         first, end = self.group.num_pages_before_window(length), length // self.group.page_size
         pages = [self.find(seq, page) for page in range(first, end)]
         rest = length - end * self.group.page_size
@@ -193,19 +193,19 @@ class GroupPrefixes:
         self.index.add(page, parent, tokens, digest)
 
     def find(self, seq: Sequence, number: int) -> int | None:
-        """Return the page of the pool that holds the `number`-th whole page of a sequence, or None."""
+        """Return the pool's page with the content of a sequence's whole page at index `number`, or None if there is none."""
         size = self.group.page_size
         return self.index.find(self.digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
 
     def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
-        """Return the page that matches a sequence's page longest, over at most `most` tokens, and the match's length."""
+        """Return the page with the longest match of a sequence's page, up to `most` tokens, and the match's length."""
         first, most = number * self.group.page_size, min(most, self.group.page_size)
         if not partly or most <= 0:
             return -1, 0
         return self.index.longest(self.digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
 
     def digest(self, seq: Sequence, number: int) -> bytes:
-        """Return the chained 128-bit hash of a sequence up to the end of a full page. `prefix_root` before the first page."""
+        """Return the chained 128-bit hash of a sequence up to the end of a full page; `prefix_root` before the first page."""
         return self._hash_of(seq, (number + 1) * self._blocks_per_page)
 
     def digest_of_start(self, seq: Sequence, length: int) -> bytes:

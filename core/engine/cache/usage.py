@@ -11,8 +11,8 @@ from headway.core.engine.data.sequence import PageTable, Sequence
 from headway.core.engine.data.state_slots import StateSlots
 
 OWN, SHARED, RESERVED, FREED = "osrg"
-"""Letters for how a sequence uses a block: held by this sequence only; shared with other sequences or found in the prefix cache;
-reserved without a token yet; freed because it left the window."""
+"""Letters for the use of a block: referenced only by this sequence; shared with other sequences or found in the prefix cache;
+reserved for future tokens; freed because it left the window."""
 
 
 class GroupUsage(NamedTuple):
@@ -20,20 +20,20 @@ class GroupUsage(NamedTuple):
 
     num_layers: int
     window: int | None
-    """Number of keys that a query sees, itself included. None means all."""
+    """Number of keys that a query sees, its own included. None means all."""
     blocks_per_page: int
-    """Blocks per page of the pool."""
+    """Number of blocks per page of the pool."""
     total: int
-    """Blocks that the group would have if it had the whole pool, which all groups share."""
+    """Number of blocks that the group would have if it had the whole pool. All groups share the pool."""
     used: int
     cached: int
-    """Blocks that no sequence holds and that a prefix hit would reuse."""
+    """Number of blocks that no sequence references and that a prefix hit would reuse."""
     num_freed: int
-    """Blocks that sequences have freed since the start because they left the window."""
+    """Number of blocks that sequences have freed since the engine's start because the blocks left the window."""
 
 
 class SequenceUsage(NamedTuple):
-    """Usage of one sequence."""
+    """Cache usage of one sequence."""
 
     name: str
     num_tokens: int
@@ -46,11 +46,11 @@ class StateUsage(NamedTuple):
 
     slots: StateSlots
     num_used_rows: int
-    """Rows of running sequences."""
+    """Number of rows that running sequences use."""
     num_cached_states: int
-    """Checkpoints that a prefix hit would reuse."""
+    """Number of checkpoints that a prefix hit would reuse."""
     num_offloaded: int
-    """States saved in host memory."""
+    """Number of states saved in host memory."""
 
 
 class CacheUsage(NamedTuple):
@@ -60,13 +60,13 @@ class CacheUsage(NamedTuple):
     num_pages: int
     page_bytes: int
     num_free_pages: int
-    """Pages that no sequence holds, including those with reusable content."""
+    """Number of pages that no sequence references, including pages with reusable content."""
     num_offloaded_blocks: int
-    """Blocks saved in host memory, including blocks that the pool holds too."""
+    """Number of blocks saved in host memory, including blocks that are also in the pool."""
     groups: tuple[GroupUsage, ...]
     sequences: tuple[SequenceUsage, ...]
     states: StateUsage | None = None
-    """None if no layer of the model keeps a state."""
+    """Usage of the state slots. None if no layer of the model has a state."""
 
 
 def cache_usage(
@@ -78,7 +78,7 @@ def cache_usage(
     slots: StateSlots | None = None,
     num_offloaded_states: int = 0,
 ) -> CacheUsage:
-    """Return the usage of every block. running: all sequences that hold pages. slots: state slots, or None."""
+    """Return the usage of every block. running: all sequences that reference pages. slots: state slots, or None."""
     store, rows = blocks.checkpoints, sum(seq.row is not None for seq in running)
     groups = [
         GroupUsage(

@@ -1,4 +1,4 @@
-"""LoRA adapters as the engine tracks them, and their loads for an executor, as plain data."""
+"""LoRA adapters that the engine tracks, and plain-data instructions for an executor to load them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class KnownAdapter:
 
     request: LoRARequest
     digest: bytes
-    """Digest of the content, with which the names of its cached blocks begin."""
+    """Digest of the adapter's content. The names of blocks computed with the adapter depend on this digest."""
     num_unfinished: int = 0
-    """Number of unfinished sequences that use it."""
+    """Number of unfinished sequences that use the adapter."""
     leaving: bool = False
-    """True if it was unloaded while requests use it. It is forgotten with the last of them."""
+    """True if the adapter was unloaded while requests use it. It is forgotten when the last of these requests ends."""
 
 
 class AdapterLoad(NamedTuple):
@@ -41,8 +41,8 @@ class AdapterReader(Protocol):
         """Return the adapter of a request; see `ModelAdapters.read`. Any thread may call this."""
 
     def keep(self, request: LoRARequest, adapter: HostAdapter | None = None, digest: bytes | None = None) -> HostAdapter:
-        """Return an adapter from host memory, from `adapter`, or from its files. digest: the expected one, or None.
+        """Return an adapter from host memory, from `adapter`, or from its files. digest: expected digest, or None.
         :raises HeadwayError: if the adapter is not supported, or its files have changed."""
 
     def trim(self, wanted: Iterable[bytes]) -> None:
-        """Evict the least recently used adapters beyond max_cpu_loras. wanted: digests of adapters that must stay."""
+        """Evict the least recently used adapters beyond max_cpu_loras. wanted: digests of adapters that must not be evicted."""

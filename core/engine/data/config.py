@@ -1,4 +1,4 @@
-"""Engine options, checked once."""
+"""Engine options and their validation."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _AT_LEAST_ONE: Final = (
 )
 
 MAX_DRAFT_TOKENS = 7
-"""Maximum number of draft tokens verified at once. With the newest token they form the longest query of a decode."""
+"""Maximum number of draft tokens per sequence and step. Together with the newest token they form the longest decode query."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Engine options, with vLLM's names. Their texts here are used for `LLM`'s keywords, the flags and docs/options.md."""
+    """Engine options, with vLLM's names. Their descriptions here are used for `LLM`'s keywords, the flags and docs/options.md."""
 
     attn_backend: Annotated[str | BackendRequest, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
     attn_options: Annotated[Mapping[str, Mapping[str, str]], "Backend options: NAME -> key -> value."] = field(
@@ -104,7 +104,7 @@ class EngineConfig:
     seed: Annotated[int, "Seed for requests without one."] = 0
 
     def __post_init__(self) -> None:
-        """Check every option, and replace texts by their meaning. :raises ConfigError: a wrong type, range or combination."""
+        """Check every option, and replace texts with parsed values. :raises ConfigError: if a value or combination is invalid."""
         from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
         from headway.core.select.request import BackendRequest, Workload
 
@@ -147,7 +147,7 @@ class EngineConfig:
             check_block_size(self.block_size)
 
     def _set(self, option: str, value: object) -> None:
-        """Replace an option of the frozen object by its parsed value."""
+        """Replace an option of the frozen object with its parsed value."""
         object.__setattr__(self, option, value)
 
     def _check_offload(self) -> None:
@@ -206,12 +206,12 @@ class EngineConfig:
 
     @property
     def adapter_slots(self) -> AdapterSlots | None:
-        """Adapter slots. None without enable_lora."""
+        """Number and size of the adapter slots. None without enable_lora."""
         return AdapterSlots(self.max_loras, self.max_lora_rank) if self.enable_lora else None
 
     @property
     def num_cached_adapters(self) -> int:
-        """`max_cpu_loras` as a number."""
+        """`max_cpu_loras` with its default filled in."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
@@ -223,7 +223,7 @@ class EngineConfig:
 
     @property
     def pool_bytes(self) -> int | None:
-        """`kv_cache_memory` in bytes. None means as much as fits."""
+        """`kv_cache_memory` in bytes. None means as much as fits in memory."""
         assert not isinstance(self.kv_cache_memory, str)
         return self.kv_cache_memory
 
@@ -239,7 +239,7 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """`max_num_batched_tokens` as a number, after `for_device`."""
+        """`max_num_batched_tokens` as an integer, after `for_device` has filled in its default."""
         assert self.max_num_batched_tokens is not None
         return self.max_num_batched_tokens
 
@@ -262,7 +262,7 @@ _WORD: Final = 2**63  # Maximum size of any number, on any machine
 
 @cache
 def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
-    """Return option -> (its validator, description of valid values), without options that have their own parser."""
+    """Return option -> (validator, description of valid values), without options that have their own parser."""
     from pydantic import ConfigDict, TypeAdapter  # imported here: the command line's help does not need it
 
     later = dict.fromkeys(("Kernel", "BackendRequest", "Registry"), object)
@@ -275,7 +275,7 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
 
 
 def check_kinds(options: Any) -> None:
-    """Check options against a dataclass's annotations; paths become strings. :raises ConfigError: if a type or number is bad."""
+    """Check options against a dataclass's annotations; paths become strings. :raises ConfigError: if one is invalid."""
     from pydantic import ValidationError
 
     for name, (kind, need) in _plain_options(options.__class__).items():
@@ -302,7 +302,7 @@ def check_block_size(size: int, option: str = "block_size") -> None:
 
 def parse_bytes(what: str, value: object) -> int:
     """Return a size in bytes from a number or a text such as "2GiB" (GB is 1000**3). what: name of the option.
-    :raises ConfigError: if the value is neither, or not positive."""
+    :raises ConfigError: if the value is not a positive size."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:

@@ -1,4 +1,4 @@
-"""Facts that an executor reports to the engine's loop: its capacity, the names of its parts, and its loss."""
+"""Types that an executor shares with the engine loop: its capacity, the names of its parts, and the error of its loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 
 
 class ExecutorLostError(HeadwayError):
-    """Error after which no step can run. The text says which rank failed, in which step, and why."""
+    """Error after which no step can run. The message says which rank failed, in which step, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,4 +26,4 @@ class Capacity:
     max_model_len: int
     """Maximum length of prompt plus output, in tokens."""
     states: StateSlots | None = None
-    """Slots of layers with a state. None if the model has no such layers."""
+    """State slots, for layers with a state. None if the model has no such layers."""

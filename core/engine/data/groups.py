@@ -17,9 +17,9 @@ from headway.core.contract.state import CHECKPOINT_TOKENS
 log = logging.getLogger("headway")
 
 NULL_PAGE = 0
-"""Page that replaces those outside the window in a windowed group's table. No sequence holds it, and it stays zero."""
+"""Page that replaces pages outside the window in a windowed group's table. It is never allocated, and stays zero."""
 _TYPICAL_LENGTHS = (1024, 8192)
-"""Sequence lengths that the page size is optimized for: large pages are partially filled, small ones leave a remainder."""
+"""Sequence lengths that the page size is optimized for: large pages are partially filled, small pages leave a remainder."""
 _LARGEST_PAGE = 4  # Maximum page size, in blocks of the group with the most layers
 
 
@@ -29,22 +29,22 @@ class CacheGroup:
 
     page_size: int
     window: int | None = None
-    """Number of keys that a query sees, itself included; earlier pages are freed. None means all, and pages are kept."""
+    """Number of keys that a query sees, its own included; earlier pages are freed. None means all keys, so no page is freed."""
     layers: tuple[int, ...] = ()
     blocks_per_page: int = 1
     page_stride: int = 1
-    """Distance from the first block of a page to that of the next, in block numbers."""
+    """Difference in block index between the first blocks of consecutive pages."""
     block_stride: int = 1
-    """Distance from one block of a page to the next, in block numbers."""
+    """Difference in block index between consecutive blocks of a page."""
 
     def blocks_of(self, pages: ArrayLike) -> NDArray[numpy.int32]:
-        """Return int32 block numbers of these pages, as the block table lists them."""
+        """Return int32 block indices of these pages, as the block table lists them."""
         first = numpy.asarray(pages, dtype=numpy.int32)[:, None] * self.page_stride
         blocks: NDArray[numpy.int32] = first + numpy.arange(self.blocks_per_page, dtype=numpy.int32) * self.block_stride
         return blocks.reshape(-1)
 
     def num_pages_before_window(self, position: int) -> int:
-        """Return the number of pages at the start of a sequence that no query from this position on sees."""
+        """Return the number of pages at the start of a sequence that queries from this position on do not see."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
 
     def position_past_pages(self, count: int) -> int:
@@ -64,19 +64,19 @@ class CacheGroup:
 class PageFormat:
     """Division of the pool's memory among a model's layers.
 
-    With one group, each layer has separate memory, and a page is a block. With several groups, a page is a stretch of memory that
+    With one group, each layer has separate memory, and a page is a block. With several groups, a page is a range of memory that
     any group may use, for as many of its blocks as fit. The layers are divided among `columns`, memory areas of equal structure,
     so that the blocks of one layer are closer together. In a column, a page is a row of equal *cells*. A block of one layer takes
-    one or more whole cells, so every layer's cache is an ordinary tensor over the same memory that begins at another cell.
+    one or more whole cells, so every layer's cache is an ordinary tensor over the same memory, with a different first cell.
     """
 
     groups: tuple[CacheGroup, ...]
     block_size: int
     page_bytes: int
-    """Bytes of a page, over all layers. 0 if no layer has a cache: pages then only count and name tokens."""
+    """Size of a page in bytes, over all layers. 0 if no layer has a cache: pages then only count and name tokens."""
     columns: int = 1
     column_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of a page in one column, by name of the tensor. Empty if each layer has separate memory."""
+    """Size of a page in one column in bytes, by tensor name. Empty if each layer has separate memory."""
 
     @property
     def reserved(self) -> int:
@@ -85,7 +85,7 @@ class PageFormat:
 
     @property
     def checkpoint_interval(self) -> int:
-        """Tokens between places where states may be saved: where whole pages of every group end."""
+        """Number of tokens between positions where states may be saved, which are the common page ends of all groups."""
         return math.lcm(*[CHECKPOINT_TOKENS, *(group.page_size for group in self.groups)])
 
     def pages_for(self, length: int, chunk: int) -> int:
@@ -100,8 +100,8 @@ def page_format(
     max_model_len: int,
     free_before_window: bool = True,
 ) -> PageFormat:
-    """Return the page format, with layers grouped by window. A window beyond max_model_len does not count.
-    free_before_window: False to keep every token, in one group."""
+    """Return the page format, with layers grouped by window. A window longer than max_model_len is ignored.
+    free_before_window: False to free no tokens before windows, with all layers in one group."""
     bytes_of = [_block_bytes(spec, layout, block_size) for spec, layout in zip(specs, layouts, strict=True)]
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if free_before_window else None for spec in specs]
@@ -131,7 +131,7 @@ def _window(spec: AttentionSpec, max_model_len: int) -> int | None:
 
 
 def _obstacle(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], bytes_of: Sequence[Mapping[str, int]]) -> str:
-    """Return why these layers cannot share memory. Empty if they can."""
+    """Return the reason why these layers cannot share memory. Empty if they can."""
     if len({spec.cache_dtype for spec in specs}) > 1:  # data of one layer could be a NaN to another
         return "the layers' caches have several element types"
     if len(set(layouts)) > 1 or not layouts[0].contiguous_blocks:
@@ -145,7 +145,7 @@ def _obstacle(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], by
 def _shared(
     kinds: Mapping[tuple[int | None, int], list[int]], bytes_of: Sequence[Mapping[str, int]], block_size: int, max_model_len: int
 ) -> PageFormat:
-    """Return a format whose groups share pages. kinds: layers by window and by bytes of a block's keys."""
+    """Return a format whose groups share pages. kinds: layers, grouped by window and key bytes per block."""
     columns = math.gcd(*map(len, kinds.values()))
     unit = math.gcd(*(key for _, key in kinds))
     widths = [key // unit for _, key in kinds]  # Cells per block of one layer, for each kind

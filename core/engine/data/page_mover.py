@@ -12,24 +12,24 @@ from headway.core.engine.data.state_slots import StateMemory
 from headway.core.engine.data.step import StepInput
 
 STAGING_BYTES = 32 * 2**20
-"""Bytes of device staging memory per direction. A kernel gathers pages there for one large copy: the parts of a page are
-scattered, and copying them one by one costs more than the link."""
+"""Bytes of device staging memory per direction. A kernel gathers pages into it for one large copy: the parts of a page are
+scattered, and copying them one by one takes longer than the link needs."""
 
 PageName = tuple[int, bytes]
 """A cache group, and the digest of a page: the chained hash of all tokens up to its end. A state's name is STATES and the hash of
 all tokens that it has seen."""
 
 STATES: Final = 2**16
-"""Replaces the cache group in the name of a state."""
+"""Value of the cache group in the name of a state."""
 
 Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Result of work that has begun; a `concurrent.futures.Future` is one."""
+    """Result of work that has begun, for example a `concurrent.futures.Future`."""
 
     def done(self) -> bool:
-        """Return whether the work has ended, with success or not."""
+        """Return whether the work has ended, successfully or not."""
 
     def result(self) -> Result:
         """Return the result, waiting for the work to end. Raises the work's error."""
@@ -57,24 +57,24 @@ class PageMover(Protocol):
 
     However copies overlap, the outcome is as if each call had finished when it returns, before any later step is launched. A page
     that a later step writes is copied out first; a page that the step reads has been restored. A slot is stored or fetched only
-    after earlier copies into it. Only slots that are being stored or fetched must not be used until that has ended.
+    after earlier copies into it. While a slot is being stored or fetched, the caller must not use it otherwise.
     """
 
     @property
     def num_slots(self) -> int:
-        """Number of pages that host memory holds."""
+        """Number of pages that fit in host memory."""
 
     @property
     def num_state_slots(self) -> int:
-        """Number of states that host memory holds in addition to pages. 0 if no layer keeps states."""
+        """Number of states that fit in host memory in addition to the pages. 0 if no layer has a state."""
 
     @property
     def rates(self) -> LinkRates:
-        """Link rates, measured at the start."""
+        """Link rates, measured when the engine starts."""
 
     @property
     def stored(self) -> Sequence[PageName]:
-        """Pages on disk at the start, least recently used first."""
+        """Names of the pages on disk when the engine starts, least recently used first."""
 
     @property
     def max_stored(self) -> int:
@@ -86,7 +86,7 @@ class PageMover(Protocol):
     def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
         """Copy out pages, given as (page, slot), and states, given as (device slot, slot).
 
-        If the copy fails, at once or later, the slots may hold anything.
+        If the copy fails, at once or later, the slots' contents are undefined.
         """
 
     def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
@@ -103,4 +103,4 @@ class PageMover(Protocol):
 
 
 MakePageMover = Callable[[Sequence[LayerCache], PoolSize, StateMemory | None], PageMover]
-"""Makes the mover for a pool's caches and states. Passed to the executor, so that the device side needs no import."""
+"""Function that makes the mover for a pool's caches and states. It is passed to the executor, which then needs no import."""

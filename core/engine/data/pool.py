@@ -31,25 +31,25 @@ class PoolSize:
     """Number of all pages, including reserved ones."""
     page_format: PageFormat
     smallest_chunk: int
-    """Smallest chunk of a prompt, in tokens, if the windowed groups lack room for more."""
+    """Smallest chunk of a prompt, in tokens, if the windowed groups lack free pages for a larger one."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all caches."""
+        """Size of all caches in bytes."""
         return self.num_pages * self.page_format.page_bytes
 
     def num_sequences(self, length: int) -> int:
-        """Return how many sequences of `length` tokens fit at once, once all pages outside their windows are freed."""
+        """Return the number of sequences of `length` tokens that fit at once, after all pages outside their windows are freed."""
         return (self.num_pages - self.page_format.reserved) // self.page_format.pages_for(length, 1)
 
     def num_tokens(self, length: int) -> int:
-        """Return how many tokens fit in sequences of this length."""
+        """Return the total number of tokens that fit in the pool, in sequences of this length."""
         return (self.num_pages - self.page_format.reserved) * length // self.page_format.pages_for(length, 1)
 
 
 def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
     """Return the pool size that fits in `memory` bytes, without pages that sequences cannot fill.
-    memory: None means a share of free memory. chunk: smallest chunk of a prompt, in tokens.
+    memory: None means a fraction of free memory. chunk: smallest chunk of a prompt, in tokens.
     :raises ConfigError: if not even one sequence of max_model_len fits."""
     page_bytes, reserved = page_format.page_bytes, page_format.reserved
     one = page_format.pages_for(max_model_len, chunk)
@@ -68,7 +68,7 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
 
 
 def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, at_most: int) -> int:
-    """Return the length of the longest sequence that fits, up to `at_most` tokens. This is the default of max_model_len."""
+    """Return the length of the longest sequence that fits, up to `at_most` tokens, which is the default of max_model_len."""
     reserved = page_format.reserved
     if not page_format.page_bytes:
         return at_most
@@ -79,7 +79,7 @@ def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, a
 
 
 def allocate(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], size: PoolSize) -> list[LayerCache]:
-    """Allocate one cache per layer. The layers of a group have the same block numbers, so they share one block table."""
+    """Allocate one cache per layer. The layers of a group use the same block indices, so they share one block table."""
     shared = size.page_format
     if not shared.column_bytes:
         return allocate_layers(specs, layouts, size.num_pages, shared.block_size)
@@ -118,7 +118,7 @@ def allocate_layers(
 
 
 def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
-    """Return the pool's memory as views uint8 [count, num_pages, bytes], a row per page. caches: need contiguous blocks."""
+    """Return the pool's memory as views uint8 [count, num_pages, bytes], one row per page. caches must have contiguous blocks."""
     views: dict[int, Tensor] = {}
     for cache in caches:
         assert cache.layout.contiguous_blocks, "blocks in pieces"
@@ -151,7 +151,7 @@ def _default_memory(one_sequence: int) -> int:
 
 
 def size_text(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
-    """Return bytes as a readable text. rounded: math.ceil for a requirement, so that the printed number suffices."""
+    """Return a size in bytes as readable text. rounded: math.ceil for a requirement, so that the size shown suffices."""
     unit, name = next(
         (unit, name) for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB"), (1, "B")) if num_bytes >= unit / 10
     )

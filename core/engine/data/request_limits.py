@@ -17,17 +17,17 @@ _POLICY = 'scheduling_policy="priority" serves lower priorities first'
 
 
 class CheckedRequest(NamedTuple):
-    """A request that `RequestLimits.checked` has accepted. `EngineLoop.add_request` accepts only these, unchecked."""
+    """A request that `RequestLimits.checked` has accepted. `EngineLoop.add_request` accepts only such requests."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     """Complete parameters; bad words are token ids, because the engine has no tokenizer."""
     priority: int = 0
-    """Lower priorities run first."""
+    """Priority of the request. Lower values run first."""
     prompt: str | None = None
-    """Text of the prompt, for outputs. The engine reads only the token ids."""
+    """Text of the prompt, to show in outputs. The engine reads only the token ids."""
     lora_request: LoRARequest | None = None
-    """LoRA adapter. None means the base model."""
+    """LoRA adapter of the request. None means the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class RequestLimits:
     max_model_len: int
     vocab_size: int
     advice: str
-    """Hint for a prompt that is too long, with only what would help."""
+    """Hint for the error about a prompt that is too long. It names only remedies that would help."""
     max_logprobs: int = -1
     """Maximum number of log-probabilities per token in a request. -1 means the whole vocabulary."""
     by_priority: bool = False
     embedding_size: int | None = None
-    """Size of an embedding row. None if prompts cannot be embeddings."""
+    """Number of elements of an embedding row. None if prompts cannot be embeddings."""
     takes_adapters: bool = False
 
     @classmethod
@@ -54,7 +54,7 @@ class RequestLimits:
         vocab_size: int,
         embedding_size: int | None = None,
     ) -> RequestLimits:
-        """Return the limits of an engine. max_position_embeddings: the model's maximum length. embedding_size: size of a row."""
+        """Return the limits of an engine. max_position_embeddings: the model's maximum. embedding_size: see the field."""
         advice = "shorten it or raise kv_cache_memory"
         if max_model_len >= max_position_embeddings:
             advice = "shorten it; the model was made for no more"
@@ -73,7 +73,7 @@ class RequestLimits:
         prompt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
-        """Return the checked request. The files of its adapter are checked later, by the engine.
+        """Check a request and return it. The engine checks the files of its adapter later.
         :raises PromptError: if the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
         :raises ConfigError: if the engine or its model does not support the parameters, the priority or the adapter."""
         if lora_request is not None:
@@ -89,14 +89,14 @@ class RequestLimits:
         return CheckedRequest(prompt_token_ids, params, priority, prompt, lora_request)
 
     def most_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """Return the number of tokens to which a request truncates its prompt."""
+        """Return the number of tokens to which a request truncates its prompt, or None if it does not."""
         kept, output = params.truncate_prompt_tokens, params.max_tokens or 1
         if kept != -1:
             return kept
         return self.max_model_len - (output if output < self.max_model_len else 1)  # a larger output gets what is left
 
     def check_adapter(self, lora_request: object) -> None:
-        """Check that a request may name an adapter. :raises ConfigError: if it is not one, or the engine has no adapter slots."""
+        """Check that a request may name an adapter. :raises ConfigError: if it is invalid, or the engine has no adapter slots."""
         if not isinstance(lora_request, LoRARequest):
             raise ConfigError("lora_request", "a LoRARequest(name, id, path)", shown(lora_request))
         if not self.takes_adapters:
@@ -119,7 +119,7 @@ class RequestLimits:
             self.check_ids(prompt_token_ids)
 
     def check_embedded(self, prompt: EmbeddedPrompt) -> None:
-        """Check a prompt of embeddings. :raises PromptError: if the engine does not accept them, or a size or value is wrong."""
+        """Check a prompt of embeddings. :raises PromptError: if the engine does not accept it, or a size or value is wrong."""
         if self.embedding_size is None:
             need = "an engine with enable_prompt_embeds=True, whose model Headway's decoder computes"
             raise PromptError("prompt_embeds", need, "another")

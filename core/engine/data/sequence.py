@@ -27,16 +27,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class EmbeddedPrompt(list[int]):
-    """Token ids that are all 0, for a prompt of embedding rows, so that lengths, chunks and pages are counted as usual."""
+    """Prompt of embedding rows, as a list of zero token ids, so that lengths, chunks and pages are counted as usual."""
 
     rows: Tensor
-    """[num_tokens, hidden_size]: embedding rows, on the host."""
+    """[num_tokens, hidden_size]: embedding rows, in host memory."""
     digest: bytes
-    """Digest of the rows: only prompts with equal rows share cached keys and values."""
+    """Digest of the embedding rows: only prompts with equal rows share cached keys and values."""
 
     @classmethod
     def of(cls, given: object) -> EmbeddedPrompt:
-        """Return a prompt from rows [num_tokens, hidden_size], or from a batch of one. :raises PromptError: for anything else."""
+        """Return a prompt from rows [num_tokens, hidden_size], or a batch of one. :raises PromptError: if `given` is neither."""
         if not isinstance(given, Tensor) or given.is_nested:
             got = "a nested tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise PromptError("prompt_embeds", "a torch.Tensor [num_tokens, hidden_size]", got)
@@ -63,25 +63,25 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class PageTable:
-    """Pages that hold a sequence's tokens in one cache group."""
+    """Pages of a sequence's tokens in one cache group."""
 
     page_size: int
     pages: list[int] = field(default_factory=list)
-    """Pages in token order; the null page replaces freed ones."""
+    """Pages in token order. The null page replaces freed pages."""
     num_published: int = 0
-    """Number of pages whose names other sequences can find."""
+    """Number of pages that other sequences can find by name."""
     num_freed_pages: int = 0
-    """Number of pages at the start that left the group's window and were freed."""
+    """Number of pages at the start of the sequence that left the group's window and were freed."""
 
     @property
     def held(self) -> list[int]:
-        """The pages that the sequence holds."""
+        """Pages that the sequence references."""
         return self.pages[self.num_freed_pages :]
 
 
 @dataclass(slots=True)
 class StepCount:
-    """Steps that all members of a `DecodeBatch` have taken together."""
+    """Number of steps that all members of a `DecodeBatch` have taken together."""
 
     num_steps: int = 0
 
@@ -98,14 +98,14 @@ class PrefixCopy(NamedTuple):
 
 
 TableChange = tuple[int, int, list[int]]
-"""New pages in the table of a group, from the `start`-th on: (group, start, pages)."""
+"""New pages in the table of a group, from index `start` on: (group, start, pages)."""
 
 
 class Sequence:
     """The engine's record of one completion.
 
     The keys and values of the first `num_computed` tokens are in the pages of `tables`, or will be once the launched steps have
-    run. Those steps are sampling `num_pending` tokens after `token_ids`, which the device knows before the host does.
+    run. These steps sample `num_pending` tokens after `token_ids`, which the device knows before the host does.
 
     While the sequence is a member of a `DecodeBatch`, the batch counts its steps; see `join`.
     """
@@ -113,9 +113,9 @@ class Sequence:
     index: int
     """Index of the completion within its request."""
     seed: int
-    """Random seed. Only the seed and the position of a token decide its draw, not the rest of the batch."""
+    """Random seed. The draw of a token depends only on the seed and the token's position, not on the rest of the batch."""
     queue_key: tuple[int, int] = (0, 0)
-    """Priority and arrival number of the request. With priorities, the smallest key runs first."""
+    """Priority and arrival index of the request. With priorities, the smallest key runs first."""
     max_len: int
     """Maximum length of prompt plus output, in tokens."""
     in_decode_batch: bool = False
@@ -127,26 +127,26 @@ class Sequence:
     row: int | None = None
     """Row in the executor's per-sequence buffers while the sequence runs."""
     started: bool = False
-    """True if the executor knows the sequence in its row."""
+    """True if the executor has been sent the data of the sequence's row."""
     num_cached_tokens: int = 0
-    """Prompt tokens from the prefix cache, at first admission."""
+    """Number of prompt tokens found in the prefix cache at first admission."""
     admitted_time: float | None = None
-    """Time of first admission, on the clock of time.perf_counter."""
+    """Time of first admission in seconds, on the clock of time.perf_counter."""
     prompt_logprobs: list[TokenLogprobs]
     """Log-probabilities of the prompt's tokens from the second on, as far as computed, if requested."""
     draft_token_ids: list[int]
     """Draft tokens after `token_ids`, for the next step to verify."""
     num_unverified: int = 0
-    """Draft tokens in `num_computed` whose verification has been launched but not read."""
+    """Number of draft tokens in `num_computed` whose verification has been launched but not read."""
 
     embedded: EmbeddedPrompt | None
     """The prompt's embedding rows. None if the prompt has token ids."""
     adapter: KnownAdapter | None
-    """LoRA adapter. None means the base model."""
+    """LoRA adapter of the sequence. None means the base model."""
     adapter_slot: int = NO_ADAPTER
-    """Slot of the adapter while the sequence runs."""
+    """Adapter slot while the sequence runs."""
     prefix_root: bytes
-    """Prefix of the names of its blocks: distinguishes equal token ids whose keys differ."""
+    """Parent digest of the sequence's first block: distinguishes equal token ids whose keys differ."""
     num_passed: int = 0
     """Number of sequences with other adapters that overtook this one while it waited for an adapter slot."""
 
@@ -158,27 +158,27 @@ class Sequence:
 
     # Managed by the block manager:
     tables: list[PageTable]
-    """One table per cache group while the sequence holds pages."""
+    """One table per cache group while the sequence references pages."""
     capacity: int = 0
-    """Number of tokens that fit in its pages, in every group."""
+    """Number of tokens that fit in the sequence's pages, in every group."""
     next_boundary: int = 0
     """Number of known tokens at which a page can be published or freed."""
     prefix_copies: list[PrefixCopy]
-    """Copies that the next step must make first. The sequence holds the sources until the copies are launched."""
+    """Copies that the next step must make first. The sequence references the source pages until the copies are launched."""
     table_changes: list[TableChange]
-    """Changes of its tables that have not been sent to the executor."""
+    """Changes of the sequence's tables that have not been sent to the executor."""
     block_hashes: list[bytes]
     """Chained hash of each full block of `token_ids`, as far as computed."""
 
     # For models whose layers keep states:
     state_index: int = 0
-    """Slot within its row that holds its state. Not 0 if drafts have been accepted."""
+    """Index, within the row's state slots, of the slot with the sequence's state. Nonzero only after accepted drafts."""
     restored_from: int | None = None
     """Slot of the checkpoint that the next step must first copy to the row."""
     held_state: int | None = None
-    """Slot of the checkpoint if it was held before the sequence got a row: nothing may overwrite it until the step."""
+    """Slot of a checkpoint that was reserved before the sequence got a row. It must not be overwritten until the step."""
     junction: int = 0
-    """Number of tokens after which its prompt diverges from a cached one: a state is worth saving there."""
+    """Number of tokens after which the prompt diverges from a cached prompt: a state is worth saving at this position."""
     checkpoints: list[Checkpoint]
     """States that the next step must save, with slots reserved for them."""
 
@@ -220,7 +220,7 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
-        """Number of tokens whose keys and values are in the cache, or will be; see the class."""
+        """Number of tokens whose keys and values are in the cache, or will be after the launched steps."""
         return self._num_computed + self._steps.num_steps
 
     @num_computed.setter
@@ -240,7 +240,7 @@ class Sequence:
 
     @property
     def newest_at(self) -> int:
-        """Position of the sampled token that the executor holds for this row. -1 if there is none."""
+        """Position of the last sampled token that the executor stores for this row. -1 if there is none."""
         return self._newest_at + self._steps.num_steps
 
     @newest_at.setter
@@ -249,7 +249,7 @@ class Sequence:
         self._newest_at = position
 
     def join(self, steps: StepCount) -> None:
-        """Join the decode batch that counts these steps, with one token to compute: the newest, which the executor holds."""
+        """Join the decode batch that counts these steps, with one token to compute: the newest, which the executor stores."""
         assert self.continues()
         assert self.newest_at == self.num_computed
         self._num_computed -= steps.num_steps
@@ -267,7 +267,7 @@ class Sequence:
 
     @property
     def lasts_until(self) -> int:
-        """Number of computed tokens at which decoding must pause: the pages are full, or the last token is pending."""
+        """Number of computed tokens at which decoding must pause, because the pages are full or the last token is pending."""
         return min(self.capacity, self.max_len - 1)
 
     @property
@@ -277,14 +277,14 @@ class Sequence:
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 
     def num_drafts(self, budget: int) -> int:
-        """Return the number of drafts to verify after the newest token, which the host must know. budget: tokens left."""
+        """Return the number of drafts to verify after the newest token, which the host must know. budget: token budget left."""
         if self.num_pending or self.num_to_compute != 1:
             return 0
         return max(min(len(self.draft_token_ids), MAX_DRAFT_TOKENS, budget, self.max_len - self.num_tokens - 1), 0)
 
     @property
     def num_known(self) -> int:
-        """Number of computed tokens that the host has seen, without those still being sampled."""
+        """Number of computed tokens that the host has seen, excluding tokens that are still being sampled."""
         return min(self.num_computed, len(self.token_ids))
 
     def continues(self) -> bool:
@@ -305,12 +305,12 @@ class Sequence:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's tokens."""
+        """Token ids of the prompt."""
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The completion so far; a stop token that ended it is the last."""
+        """Token ids of the completion so far, including a stop token that ended it."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -319,17 +319,17 @@ class Sequence:
         return self.status is Status.FINISHED
 
     def append(self, token: int) -> None:
-        """Append a sampled token. It ends the sequence if it is a stop token or the last allowed one."""
+        """Append a sampled token. A stop token, or the last token that max_len allows, ends the sequence."""
         self.token_ids.append(token)
         if token in self.stop_token_ids or len(self.token_ids) >= self.max_len:
             self.end()
 
     def end(self) -> None:
-        """End the sequence with its last token, which is a stop token or the last allowed one."""
+        """End the sequence with its last token, which is a stop token or the last token that max_len allows."""
         self.finish("stop" if self.token_ids[-1] in self.stop_token_ids else "length")
 
     def fail(self, error: str) -> None:
-        """End the sequence because of an error that is not the caller's."""
+        """End the sequence because of an error that the caller did not cause."""
         self.error = error
         self.finish("error")
 

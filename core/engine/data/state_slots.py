@@ -21,13 +21,13 @@ _DEFAULT_BYTES = 256 * 2**20  # Maximum bytes of checkpoints on a CPU if no cach
 
 
 class Checkpoint(NamedTuple):
-    """A state that a step saves in addition to the sequence's own."""
+    """A state that a step saves in addition to the sequence's current state."""
 
     num_tokens: int
     """Number of the step's new tokens after which the state is saved."""
     slot: int
     digest: bytes
-    """Name of the sequence's prefix up to there."""
+    """Name of the sequence's prefix up to the saved state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class StateSlots:
 
     num_rows: int
     per_row: int
-    """Slots per row: one, plus one for each draft that a step may verify."""
+    """Number of slots per row: one, plus one for each draft token that a step may verify."""
     num_checkpoints: int
     bytes_per_slot: int
 
     @property
     def first_checkpoint(self) -> int:
-        """First slot of the checkpoints."""
+        """Index of the first checkpoint slot."""
         return self.num_rows * self.per_row
 
     @property
     def num_slots(self) -> int:
-        """Number of all slots."""
+        """Total number of slots."""
         return self.first_checkpoint + self.num_checkpoints
 
     def of_row(self, row: int) -> range:
@@ -56,7 +56,7 @@ class StateSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Size of all slots in bytes."""
         return self.num_slots * self.bytes_per_slot
 
 
@@ -71,9 +71,9 @@ def plan_slots(
 ) -> StateSlots | None:
     """Return the slots for a model's layers with a state, or None if there are none.
 
-    memory: bytes that states and pages share. None means the default of a CPU. checkpoints: True if there is a prefix cache.
+    memory: bytes that states and pages share. None means the default for CPUs. checkpoints: True if there is a prefix cache.
     pages: False if no layer has keys and values, so that states may use all of the memory.
-    :raises ConfigError: if the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit."""
+    :raises ConfigError: if the states of max_num_seqs sequences leave less than half of the memory for pages, or do not fit."""
     if not layers:
         return None
     size = sum(layout.bytes_per_slot(layer.spec) for layer in layers)
@@ -121,10 +121,10 @@ class StateMemory:
         return cls(caches, stacks, slots)
 
     def views(self) -> list[Tensor]:
-        """Return the memory as views uint8 [layers, num_slots, bytes], a row per slot, as in `page_memory`."""
+        """Return the memory as views uint8 [layers, num_slots, bytes], one row per slot, as in `page_memory`."""
         return [stack.view(len(stack), self.slots.num_slots, -1).view(torch.uint8) for stack in self.stacks]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots of all layers; all are read before any is written. sources, targets: int64 [count]."""
+        """Copy slots of all layers. All sources are read before any target is written. sources, targets: int64 [count]."""
         for stack in self.stacks:
             stack.index_copy_(1, targets, stack.index_select(1, sources))

@@ -1,4 +1,4 @@
-"""Counters of an engine's work since its start, seconds per part of a step, and profiler ranges."""
+"""Counters of an engine's work since its start, the time spent in each part of a step, and profiler ranges."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class LaunchFacts:
     piecewise: bool = False
     """True if the step replays several graphs and launches attention between them (piecewise CUDA graphs)."""
     no_graph: str = ""
-    """Reason why the step is not one graph. Empty if it is, or if graphs are off."""
+    """Reason why the step is not one CUDA graph. Empty if it is, or if graphs are off."""
     compiled: tuple[str, ...] = ()
-    """Kernels that were compiled for the step."""
+    """Names of the kernels that were compiled for the step."""
     after_model: tuple[str, ...] = ()
-    """Request features that ran after the model or its graph, kernel by kernel."""
+    """Request features that ran after the model or its graph, launched kernel by kernel."""
     waited_for: tuple[str, ...] = ()
     """Request features that need the previous step's tokens on the host, for which launching waited."""
     wait_seconds: float = 0.0
-    """Seconds that launching waited for the previous step."""
+    """Seconds for which launching waited for the previous step."""
     gathers: Gathers | None = None
-    """Logits that ranks gathered to choose tokens. None with one rank."""
+    """Counts of the logits that ranks gathered to choose tokens. None with one rank."""
     first_nan: str | None = None
     """Source of the first NaN, if HEADWAY_DEBUG=1 looks for it."""
 
@@ -48,51 +48,51 @@ class EngineStats:
     num_steps: int = 0
     num_graph_steps: int = 0
     num_prefill_tokens: int = 0
-    """Tokens computed other than by decode."""
+    """Number of tokens computed in prefill and extend."""
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
-    """Prompt tokens of admitted sequences, each counted once."""
+    """Number of prompt tokens of admitted sequences, each counted once."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     num_checkpoints: int = 0
-    """States saved for prefix hits, in models whose layers keep states."""
+    """Number of states saved for prefix hits, in models with state layers."""
     num_checkpoint_hits: int = 0
-    """Sequences that began with a saved state."""
+    """Number of sequences that started from a saved state."""
     num_checkpoint_evictions: int = 0
-    """Saved states that were evicted from the device, whether host memory holds them or not."""
+    """Number of saved states that were evicted from the device, whether or not they were copied to host memory."""
     num_preemptions: int = 0
     preemptions_by_kind: Counter[str] = field(default_factory=Counter)
     blocks_swapped: int = 0
-    """Blocks that preempted sequences left for swapping; blocks that no other sequence needed stayed in the pool."""
+    """Number of blocks that preempted sequences released for swapping, including blocks that stayed in the pool."""
     blocks_offloaded: int = 0
-    """Blocks copied to host memory."""
+    """Number of blocks copied to host memory."""
     blocks_stored: int = 0
-    """Pages written to disk."""
+    """Number of pages written to disk."""
     states_swapped: int = 0
-    """States of preempted sequences that were copied to host memory."""
+    """Number of states of preempted sequences that were copied to host memory."""
     states_offloaded: int = 0
-    """States copied to host memory: swapped states, and evicted saved states."""
+    """Number of states copied to host memory: swapped states, and evicted saved states."""
     states_restored: int = 0
-    """States restored from host memory or disk."""
+    """Number of states restored from host memory or disk."""
     offload_hits: int = 0
-    """Tokens restored from host memory or disk, and therefore not recomputed."""
+    """Number of tokens restored from host memory or disk, and therefore not recomputed."""
     offload_bytes_out: int = 0
     offload_bytes_in: int = 0
     offload_failures: Counter[str] = field(default_factory=Counter)
-    """Pages that could not be saved or restored, by reason."""
+    """Number of pages that could not be saved or restored, by reason."""
     num_draft_tokens: int = 0
-    """Draft tokens that steps verified."""
+    """Number of draft tokens that steps verified."""
     num_drafts: int = 0
-    """Drafts, of one or several tokens for one sequence, that steps verified."""
+    """Number of drafts that steps verified. A draft is one or several tokens for one sequence."""
     num_accepted_tokens: int = 0
-    """Accepted draft tokens."""
+    """Number of accepted draft tokens."""
     num_draft_steps: int = 0
-    """Steps that verified drafts."""
+    """Number of steps that verified drafts."""
     kv_tokens_read: int = 0
-    """Cached tokens that decode tokens attended to, summed over all decode tokens."""
+    """Number of cached tokens that each decode token attended to, summed over all decode tokens."""
     host_seconds: float = 0.0
-    """Seconds of scheduling, launching and reading steps, without waiting for the device."""
+    """Seconds spent on scheduling, launching and reading steps, excluding waits for the device."""
     schedule_seconds: float = 0.0
     """Part of `host_seconds` for scheduling, proposing drafts included."""
     prepare_seconds: float = 0.0
@@ -102,33 +102,33 @@ class EngineStats:
     read_seconds: float = 0.0
     """Part of `host_seconds` for processing sampled tokens."""
     output_seconds: float = 0.0
-    """Seconds, outside `host_seconds`, of the client's work from deltas to texts and request outputs."""
+    """Seconds, not in `host_seconds`, for turning deltas into texts and request outputs."""
     wait_seconds: float = 0.0
     """Seconds for which the host was blocked on the device."""
     steps_by_backend: Counter[str] = field(default_factory=Counter)
-    """Steps by backend that ran a phase."""
+    """Number of steps in which each backend ran a phase."""
     steps_by_phase: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Steps by phase and backend. If several backends run parts of one phase, the first counts."""
+    """Number of steps, by phase and backend. If several backends run parts of a phase, the first backend counts."""
     steps_without_graph: Counter[str] = field(default_factory=Counter)
-    """Steps launched kernel by kernel although CUDA graphs are on, by reason."""
+    """Number of steps launched kernel by kernel although CUDA graphs are on, by reason."""
     steps_in_pieces: Counter[str] = field(default_factory=Counter)
-    """Steps that replayed piecewise CUDA graphs, by the reason why they were not one graph."""
+    """Number of steps that replayed piecewise CUDA graphs, by the reason why they were not one graph."""
     steps_without_drafts: Counter[str] = field(default_factory=Counter)
-    """Steps without drafts although speculation is on, by reason."""
+    """Number of steps without drafts although speculation is on, by reason."""
     steps_after_model: Counter[str] = field(default_factory=Counter)
-    """Steps with tokens chosen after the model or its graph, kernel by kernel, by request feature."""
+    """Number of steps whose tokens were chosen after the model or its graph, kernel by kernel, by request feature."""
     steps_by_tokens: Counter[int] = field(default_factory=Counter)
-    """Steps by bit length n of their number of tokens: 2^(n-1) to 2^n - 1 tokens."""
+    """Number of steps, by the bit length n of the step's number of tokens: 2^(n-1) to 2^n - 1 tokens."""
     steps_waiting: Counter[str] = field(default_factory=Counter)
-    """Steps whose tokens waited for the host to read the previous step, by request feature; the model ran meanwhile."""
+    """Number of steps that sampled only after the host had read the previous step, by request feature."""
     rows_gathered: int = 0
-    """Rows of logits that ranks gathered in full, because their tokens depend on the whole distribution."""
+    """Number of rows of logits that ranks gathered in full, because the tokens depend on the whole distribution."""
     rows_of_candidates: int = 0
-    """Rows for which each rank sent only its top_k most likely tokens."""
+    """Number of rows of logits for which each rank sent only its top_k most likely tokens."""
     rows_gathered_for: Counter[str] = field(default_factory=Counter)
-    """Rows of `rows_gathered` by request feature; a row with several features counts under each."""
+    """Number of rows in `rows_gathered` by request feature. A row with several features counts under each."""
     compilations: Counter[str] = field(default_factory=Counter)
-    """Triton kernels compiled after the engine was ready, by name. Each delayed a step."""
+    """Number of kernels compiled after the engine was ready, by name. Each compilation delayed a step."""
 
     def count(self, step: StepInput, launched: LaunchFacts) -> None:
         """Count a launched step."""
@@ -170,7 +170,7 @@ class EngineStats:
 
     @property
     def host_parts(self) -> dict[str, float]:
-        """Seconds of host work by part. The last part, `outputs`, is not in `host_seconds`."""
+        """Seconds of host work for each part of a step. The last part, `outputs`, is not in `host_seconds`."""
         parts = {
             "schedule": self.schedule_seconds,
             "prepare": self.prepare_seconds,
@@ -196,27 +196,27 @@ class EngineSnapshot:
     """Time on the clock of time.perf_counter, in seconds."""
     num_running: int
     num_waiting: int
-    """Sequences that have not started or were preempted."""
+    """Number of sequences that have not started or were preempted."""
     num_blocks: int
-    """Blocks in the pool. With several cache groups, blocks here are pages."""
+    """Number of blocks in the pool. With several cache groups, the block counts here are page counts."""
     num_used_blocks: int
-    """Blocks that sequences hold."""
+    """Number of blocks that sequences reference."""
     num_cached_blocks: int
-    """Blocks that no sequence holds and that a prefix hit would reuse."""
+    """Number of blocks that no sequence references and that a prefix hit would reuse."""
     totals: EngineStats
     """Counters since the start. Subtract the counters of an earlier snapshot to get the work in between."""
     num_kept_states: int = 0
-    """Saved states that a prefix hit would reuse, in models whose layers keep states."""
+    """Number of saved states that a prefix hit would reuse, in models with state layers."""
     kept_state_bytes: int = 0
-    """Bytes of the saved states."""
+    """Size of the saved states in bytes."""
     num_offloaded_blocks: int = 0
-    """Blocks (never pages) in host memory, including blocks that the pool holds too. 0 without `kv_offload_size`."""
+    """Number of blocks (never pages) in host memory, including blocks also in the pool. 0 without `kv_offload_size`."""
     num_offloaded_states: int = 0
-    """States in host memory, in models whose layers keep states."""
+    """Number of states in host memory, in models with state layers."""
 
 
 EnterRange = Callable[[str], None]
-"""Closes the open profiler range and opens the one of this name. "" opens none."""
+"""Function that closes the open profiler range and opens a range with the given name, or none if the name is empty."""
 
 PARTS: Final = ("schedule", "prepare", "launch", "wait", "read", "outputs")
 
@@ -228,7 +228,7 @@ def no_ranges(part: str) -> None:
 
 
 class ProfilerRanges:
-    """Reports the parts as ranges "headway.NAME" to torch's profiler, and on a CUDA device by NVTX to Nsight Systems."""
+    """Reports the parts of a step as ranges "headway.NAME" to torch's profiler, and on a CUDA device through NVTX."""
 
     def __init__(self, device: torch.device) -> None:
         self._nvtx = device.type == "cuda"
@@ -252,7 +252,7 @@ class StepClock:
 
     def __init__(self, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
         self.enter_range: EnterRange = no_ranges
-        """Replaced while a profiler is attached."""
+        """Function that opens profiler ranges. It is replaced while a profiler is attached."""
         self._stats = stats
         self._now = now
         self._seconds = dict.fromkeys(_ANY, 0.0)  # Seconds of each part that are not yet in the statistics
@@ -262,14 +262,14 @@ class StepClock:
         self._waited_before = 0.0
 
     def begin_step(self) -> None:
-        """Begin a step. A part that an interrupt ended is not counted."""
+        """Begin a step. The time of a part that an interrupt ended is not counted."""
         self._part = ""
         self._entered = self._now()
         self._began = self._entered
         self._waited_before = self._stats.wait_seconds
 
     def enter(self, part: str) -> float:
-        """End the current part and enter one of PARTS, or "" for none of them. Returns the time."""
+        """End the current part and enter `part`, one of PARTS or "" for none. Returns the current time in seconds."""
         now = self._now()
         self._seconds[self._part] += now - self._entered
         self._part = part
@@ -278,7 +278,7 @@ class StepClock:
         return now
 
     def leave(self) -> float:
-        """End the running part, update the statistics, and return the time. Waits counted by `EngineStats.count` are excluded."""
+        """End the current part, count its seconds, and return the time. Waits counted by `EngineStats.count` are excluded."""
         now, seconds, stats = self.enter(""), self._seconds, self._stats
         stats.schedule_seconds += seconds["schedule"]
         stats.prepare_seconds += seconds["prepare"]
@@ -291,6 +291,6 @@ class StepClock:
         return now
 
     def end_step(self) -> None:
-        """End the step. Its time that was not spent waiting for the device counts as the host's work."""
+        """End the step. Its time, excluding waits for the device, counts as host work."""
         now, stats = self.leave(), self._stats
         stats.host_seconds += now - self._began - (stats.wait_seconds - self._waited_before)

@@ -25,13 +25,13 @@ class DecodeBatch:
     batch).
 
     A member has one token to compute, the last one that the executor sampled, and no drafts. `Sequence.num_computed` and what
-    depends on it count the batch's steps, so a member can be read like any other sequence. Take a member out before changing
+    depends on it count the batch's steps, so a member can be read like any other sequence. Remove a member before changing
     anything but its pages.
     """
 
     def __init__(self) -> None:
         self.members: list[Sequence] = []
-        """Members in the order of the arrays. The list is never changed in place, because launched steps keep it."""
+        """Members in the order of the arrays. The list is never changed in place, because launched steps reference it."""
         self.places: NDArray[numpy.int32] = _NO_MEMBERS
         """int32 [3, members]: `row`, `state_index` and `adapter_slot`, constant during plain decode. Never changed in place."""
         self._steps = StepCount()
@@ -49,7 +49,7 @@ class DecodeBatch:
         return lens
 
     def due(self) -> list[int]:
-        """Return the indexes of members that need pages or must leave before the next step; see `Sequence.lasts_until`."""
+        """Return the indices of members that need pages, or must leave the batch, before the next step."""
         places: list[int] = numpy.flatnonzero(self._counts[1] <= self._steps.num_steps).tolist()
         return places
 
@@ -60,20 +60,20 @@ class DecodeBatch:
         self._changed.append(seq)
 
     def step(self) -> list[int]:
-        """Count a launched step. Returns the indexes of members whose pages may have been filled."""
+        """Count a launched step. Returns the indices of members whose pages may have been filled."""
         self._steps.num_steps += 1
         places: list[int] = numpy.flatnonzero(self._counts[2] <= self._steps.num_steps).tolist()
         return places
 
     def passed(self, place: int) -> None:
-        """Note that the filled pages of the member at this index have been published."""
+        """Record that the filled pages of the member at this index have been published."""
         seq = self.members[place]
         self._counts[2, place] = seq.next_boundary - self._counts[0, place]
         if seq.table_changes:
             self._changed.append(seq)
 
     def take_changed(self) -> list[Sequence]:
-        """Return the members whose tables changed since the last call. For some, the executor may know the change already."""
+        """Return the members whose tables changed since the last call. The executor may already know some of the changes."""
         changed = self._changed
         self._changed = []
         return changed
@@ -125,7 +125,7 @@ class ScheduledSequence(NamedTuple):
     context_len: int
     """Number of the sequence's tokens in the cache before the step."""
     samples: bool
-    """True if the logits of the last new token are needed: not in the middle of a prompt."""
+    """True if the logits of the last new token are needed. False in the middle of a prompt."""
     num_draft_tokens: int = 0
     """Number of draft tokens, which are the last of the new tokens."""
 
@@ -139,16 +139,16 @@ class ScheduledStep:
     """A step: individually scheduled sequences, then the members of the decode batch."""
 
     def __init__(self, individual: list[ScheduledSequence], batch: DecodeBatch | None) -> None:
-        """individual: prefill and extend first. batch: its current members take the step; it advances before the step runs."""
+        """individual: prefill and extend first. batch: its current members are in the step; it advances before the step runs."""
         self.individual = individual
         self.members: list[Sequence] = [] if batch is None else batch.members
         places = _NO_MEMBERS if batch is None else batch.places
         self.rows: NDArray[numpy.int32] = places[0]
         self.state_indices: NDArray[numpy.int32] = places[1]
         self.adapter_slots: NDArray[numpy.int32] = places[2]
-        """int32 [members] each: row, slot of the row that holds the state, and slot of the adapter."""
+        """int32 [members] each: row, index of the state slot within the row, and adapter slot."""
         self.context_lens: NDArray[numpy.int32] = _NO_MEMBERS[0] if batch is None else batch.context_lens()
-        """int32 [members]: tokens in the cache before the step."""
+        """int32 [members]: number of cached tokens before the step."""
         self.changed: list[Sequence] = [] if batch is None else batch.take_changed()
         """Members whose tables changed since the previous step."""
 
@@ -182,7 +182,7 @@ class StartedRow(NamedTuple):
     params: SamplingParams
     seed: int
     token_ids: tuple[int, ...] = ()
-    """Known tokens, if sampling needs them (`row_needs.OF_TOKENS`)."""
+    """Prompt and output tokens that the host knows, if sampling needs them (`row_needs.OF_TOKENS`)."""
     num_prompt_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Stop tokens that min_tokens suppresses."""
@@ -208,20 +208,20 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInput:
-    """Complete input of a step for the device side. Row changes and copies come first; all copies read before any writes."""
+    """Complete input of a step for the executor. Row changes and copies come first; all copies read before any copy writes."""
 
     rows: NDArray[numpy.int32]
     """int32 [num_seqs]: row of each sequence in the executor's buffers. Prefill and extend come first."""
     query_lens: NDArray[numpy.int32]
     """int32 [num_seqs]: number of new tokens, drafts included."""
     context_lens: NDArray[numpy.int32]
-    """int32 [num_seqs]: cached tokens before the step, hence the position of the first new token."""
+    """int32 [num_seqs]: number of cached tokens before the step, which is the position of the first new token."""
     num_draft_tokens: NDArray[numpy.int32]
     """int32 [num_seqs]: number of draft tokens, which are the last of the new tokens."""
     samples: NDArray[numpy.bool_]
-    """bool [num_seqs]: True if the logits of the last token are needed; with drafts, also those before each draft."""
+    """bool [num_seqs]: True if the logits after the last token, and after each token before a draft, are needed."""
     token_ids: NDArray[numpy.int64]
-    """int64 [num_tokens]: new tokens of all sequences, concatenated. NEWEST if only the device knows the token."""
+    """int64 [num_tokens]: new tokens of all sequences, concatenated. NEWEST if the token is on the device."""
     continues: bool
     """True if every sequence has one new token, the last sampled one: the step of a captured decode graph."""
     verifies: bool = False
@@ -230,7 +230,7 @@ class StepInput:
     new_pages: tuple[NewPages, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     state_indices: NDArray[numpy.int32] | None = None
-    """int32 [num_seqs]: slot within the row that holds the state. None if no layer keeps states."""
+    """int32 [num_seqs]: index of the state slot within the row. None if no layer has a state."""
     restored: tuple[tuple[int, int], ...] = ()
     """(slot of a checkpoint, row): states to copy before the step runs."""
     checkpoints: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros((0, 3), dtype=numpy.int32))
@@ -238,7 +238,7 @@ class StepInput:
     embedded: tuple[tuple[int, Tensor], ...] = ()
     """(index of a new token, rows): embedding rows on the host that replace the ids of this token and the next ones."""
     adapters: NDArray[numpy.int32] | None = None
-    """int32 [num_seqs]: slot of each sequence's adapter, or NO_ADAPTER. None if no sequence has an adapter."""
+    """int32 [num_seqs]: adapter slot of each sequence, or NO_ADAPTER. None if no sequence uses an adapter."""
     adapter_loads: tuple[AdapterLoad, ...] = ()
     """Adapters to load into slots before the step runs."""
     shows_logits: bool = False
@@ -279,14 +279,14 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class SampledExtras:
-    """Results of a step besides tokens."""
+    """Results of a step in addition to tokens."""
 
     errors: Mapping[int, str]
-    """Error of a sampling sequence, by its index among the sampling sequences."""
+    """Error text of a sampling sequence, keyed by its index among the sampling sequences."""
     logprobs: Mapping[int, list[TokenLogprobs]]
-    """Log-probabilities of a sampling sequence's tokens, rejected drafts included, by the same index."""
+    """Log-probabilities of a sampling sequence's tokens, rejected drafts included, keyed as in `errors`."""
     prompt_logprobs: Mapping[int, tuple[int, list[TokenLogprobs]]]
-    """Log-probabilities of prompt tokens, by the sequence's index in the step: position of the first, and one entry per token."""
+    """Index of a sequence in the step -> position of its first scored prompt token, and the log-probabilities of each token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,14 +294,14 @@ class Sampled:
     """Tokens of a step, for the sequences that sample, in the step's order."""
 
     tokens: NDArray[numpy.int64]
-    """int64 [rows, drafts + 1]: accepted drafts and the next token. NOT_A_TOKEN for NaN logits, NO_TOKEN_LEFT if none is allowed.
+    """int64 [rows, drafts + 1]: accepted drafts, then the next token, NOT_A_TOKEN (NaN logits) or NO_TOKEN_LEFT (none allowed).
     """
     counts: NDArray[numpy.int64]
     """int64 [rows]: number of valid tokens; 1 without drafts."""
     extras: SampledExtras | None = None
 
     def plain_tokens(self) -> list[int] | None:
-        """Return the token of each row, or None if the step brought anything else."""
+        """Return the token of each row, or None if the step has any other result."""
         if self.extras is not None or self.tokens.shape[1] != 1 or (self.tokens < 0).any():
             return None
         tokens: list[int] = self.tokens[:, 0].tolist()
@@ -316,7 +316,7 @@ class Sampled:
 
 
 NO_TOKEN_LEFT: Final = "what the request forbids leaves no token"
-"""Part of the error text of a completion that its own parameters ended."""
+"""Error text for a completion whose parameters allow no next token."""
 
 
 class OutputDelta(NamedTuple):
@@ -325,16 +325,16 @@ class OutputDelta(NamedTuple):
     request_id: str
     completion: int
     new_token_ids: tuple[int, ...]
-    """Tokens sampled since the last delta; a stop token that ended the completion is the last."""
+    """Tokens sampled since the last delta, including a stop token that ended the completion."""
     finish_reason: str | None = None
     """"stop" (end-of-text or stop token), "length" or "error". None while the completion runs."""
     error: str | None = None
     """Error text if finish_reason is "error"."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were in the cache when the sequence was admitted."""
+    """Number of prompt tokens whose keys and values were in the cache when the sequence was admitted."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry for each of new_token_ids, if requested."""
+    """Log-probabilities, one entry for each of new_token_ids, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Entries of the prompt's tokens from the second on, if requested; in the delta of completion 0's first token."""
+    """Log-probabilities of the prompt from the second token on, if requested. Set in completion 0's first delta."""
     admitted_time: float | None = None
-    """Time when the sequence was first admitted (time.perf_counter). Set in the first token's delta, later maybe None."""
+    """Time of first admission, by time.perf_counter. Set in the delta of the first token; may be None in later deltas."""

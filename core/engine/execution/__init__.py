@@ -1,1 +1,1 @@
-"""Execution of one step on one device: metadata, CUDA graphs, model runner, sampling, memory."""
+"""Execution of steps on one device: metadata, CUDA graphs, model runner, sampling and memory."""

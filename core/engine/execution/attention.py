@@ -1,4 +1,4 @@
-"""The function that a model calls: `attention(layer, q, k, v) -> out`, a torch.library op, which compilers do not trace into."""
+"""The function `attention(layer, q, k, v) -> out` that models call, as a torch.library op, which compilers do not trace into."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headway.core.system.logs import blame
 
 
 class HostBlockTables:
-    """Block tables of all rows in host memory, updated by each step."""
+    """Block tables of all rows in host memory, updated before each step."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[CacheGroup]) -> None:
         """max_blocks: number of blocks of the longest sequence."""
@@ -36,9 +36,9 @@ class HostBlockTables:
         self.tables: list[NDArray[numpy.int32]] = [numpy.zeros(shape, dtype=numpy.int32) for _ in groups]
         """int32 [rows, blocks] per cache group, with stale entries beyond a row's blocks. The last row is padding and zero."""
         self.num_updates = self.last_change = 0
-        """Number of updates so far, and the number of the last one that changed a table."""
+        """Number of updates so far, and index of the last update that changed a table."""
         self.updated: NDArray[numpy.int64] = numpy.zeros(max_num_seqs + 1, dtype=numpy.int64)
-        """int64 [rows]: number of the update that last changed each table."""
+        """int64 [rows]: index of the update that last changed each table."""
         self._groups = tuple(groups)
 
     def update(self, step: StepInput) -> None:
@@ -56,7 +56,7 @@ class HostBlockTables:
                 table[row, first : first + len(blocks)] = blocks[: table.shape[1] - first]
 
     def of_step(self, rows: NDArray[numpy.int32], seq_lens: NDArray[numpy.int32], block_size: int) -> list[NDArray[numpy.int32]]:
-        """Return the block tables of some rows, by group: [num_seqs, blocks of the longest], 0 beyond a sequence's blocks."""
+        """Return some rows' block tables per group: [num_seqs, blocks of the longest sequence], 0 beyond a sequence's blocks."""
         counts = -(-seq_lens // block_size)
         longest = int(counts.max())
         beyond = numpy.arange(longest) >= counts[:, None]
@@ -84,12 +84,12 @@ class MirroredTables:
         mirror.fill(0)
         self._mirror = mirror
         self._rows: NDArray[numpy.int64] = numpy.full(mirror.shape[1], -1, dtype=numpy.int64)
-        """int64 [batch]: row whose block table each entry of the mirror holds. -1 means none yet."""
+        """int64 [batch]: row whose block table is in each entry of the mirror. -1 means none yet."""
         self._num_updates = 0  # `HostBlockTables.num_updates` at the last fill of the mirror
 
     def fill(self, rows: NDArray[numpy.int64], tables: HostBlockTables) -> int:
-        """Write the block table of `rows[i]` to entry i of each group. Returns the number written. tables: always the same
-        object."""
+        """Write the block table of `rows[i]` to entry i of each group. Returns the number of tables written. tables: the same
+        object in every call."""
         if tables.last_change <= self._num_updates and (self._rows == rows).all():
             return 0
         stale = numpy.flatnonzero((self._rows != rows) | (tables.updated[rows] > self._num_updates))
@@ -130,7 +130,7 @@ GroupMetadata = AttentionMetadata | Sequence[AttentionMetadata]
 
 
 class _Part(NamedTuple):
-    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are by kind of layer."""
+    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are keyed by kind of layer."""
 
     phase: Phase
     tokens: slice
@@ -139,10 +139,10 @@ class _Part(NamedTuple):
 
 
 class PagedAttention:
-    """Cache and backends of all layers in one model. `begin` sets a step up, then each layer is called once.
+    """Caches and backends of all layers in one model. `begin` sets a step up, then each layer is called once.
 
     Layers with equal specs share one plan. If the backend sets `Capabilities.shares_plans`, all layers of a kind do. So planning
-    is paid once per step, not per layer.
+    runs once per step, not per layer.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class PagedAttention:
     ) -> None:
         """writer: writer of every layer's cache, or one per layer if their layouts differ.
         groups: cache groups of the layers, in the order of a step's metadata; empty means one group. latents: latent layers by
-            number. gathering: see `Selector.gathering`. states: layers with a state, whose steps are set up separately; None if
+            index. gathering: see `Selector.gathering`. states: layers with a state, whose steps are set up separately; None if
             the model has none."""
         self.states = states
         specs = layers.cached
@@ -170,7 +170,7 @@ class PagedAttention:
         self._kinds = layers.distinct
         alike = [spec.kind for spec in self._kinds]
         self._alike = [alike.index(each) for each in alike]
-        """Index of the first spec of the same kind, per distinct spec: such specs differ in sinks and scales."""
+        """For each distinct spec, index of the first spec of its kind. Specs of one kind differ only in sinks and scales."""
         self._kind_of = [self._kinds.index(spec) for spec in specs]  # Index in `_kinds` per layer: hashing a spec takes longer
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
@@ -182,12 +182,12 @@ class PagedAttention:
         self._decode_writes: list[bool] = []  # True, per kind, if the backend writes k and v itself in the current step
         self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
         self.first_nan: str | None = None
-        """With HEADWAY_DEBUG=1: source of the last step's first NaN."""
+        """Source of the last step's first NaN, if HEADWAY_DEBUG=1 and there was one."""
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
     def begin(self, metadata: GroupMetadata, prefill: Backends, decode: Backends) -> None:
-        """Plan one step: `prefill` runs its first part (prefill and extend), `decode` the rest."""
+        """Plan one step: `prefill` runs the sequences in prefill or extend, `decode` the rest."""
         step = self._set_up(metadata, decode)
         self.first_nan = None
         self._parts = []
@@ -230,14 +230,14 @@ class PagedAttention:
         return backends[self.layers.in_phase(spec, view.phase)].plan(view)
 
     def begin_graph(self, metadata: GroupMetadata, decode: Backends) -> Plans:
-        """Plan a captured decode step. The plans are reused by its replays. See AttentionBackend.plan_for_capture."""
+        """Plan a decode step for capture. Its replays reuse the plans. See `AttentionBackend.plan_for_capture`."""
         views = self._views(metadata)
         plans = self._plan_all(views, decode, lambda spec, view, backends: backends[spec].plan_for_capture(view))
         self.resume_graph(metadata, decode, plans)
         return plans
 
     def begin_prefill_graph(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
-        """Plan a captured step of prompts, which is replayed at the same lengths; see GraphLevel.UNIFORM."""
+        """Plan a prompt step for capture. It is replayed at the same lengths; see `GraphLevel.UNIFORM`."""
         plans = self._plan_all(self._views(metadata), prefill, self._plan)
         self.resume_graph(metadata, prefill, plans)
         return plans
@@ -248,7 +248,7 @@ class PagedAttention:
         self._parts = [self._part(first.phase, slice(0, first.num_tokens), backends, plans) for first in step[:1]]
 
     def num_blocks(self, group: CacheGroup) -> int:
-        """Return the number of blocks in a group's caches; 0 if no layer has a cache."""
+        """Return the number of blocks in each cache of a group, or 0 if no layer has a cache."""
         return self.caches[group.layers[0]].geometry.num_blocks if group.layers else 0
 
     def _views(self, metadata: GroupMetadata) -> list[AttentionMetadata]:
@@ -257,7 +257,7 @@ class PagedAttention:
         return [metadata[group] for group in self.groups]
 
     def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
-        """Set the slots and the writers of a step's k and v. Returns the metadata per kind; empty if no layer attends."""
+        """Set the slots and the writers of a step's k and v. Returns the metadata per kind of layer."""
         step = self._views(metadata)
         self._slots = [each.slot_mapping for each in step]
         self._decode_writes = self._writing(step[0], decode) if step else []
@@ -268,7 +268,7 @@ class PagedAttention:
         return _Part(phase, tokens, serving, [plans[spec] for spec in self._kinds])
 
     def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
-        """Return, per kind, whether its backend writes k and v itself. Only a decode of one token per sequence allows that."""
+        """Return, per kind of layer, whether the backend writes k and v. Only a decode of one token per sequence allows that."""
         plain = not metadata.num_prefills and metadata.max_query_len == 1
         return [plain and decode[spec].decode_writes for spec in self._kinds]
 
@@ -281,7 +281,7 @@ class PagedAttention:
 
     @property
     def step_kind(self) -> Hashable | None:
-        """Backends of the current step if it is a decode of one token per sequence, else None. Two such steps differ otherwise
+        """Backends of the current step if it is a decode of one token per sequence, else None. Steps with equal backends differ
         only in their plans. See `core.contract.model.WatchedAttention`."""
         if len(self._parts) != 1 or self._parts[0].phase is not Phase.DECODE or not all(self._decode_writes) or self.debug:
             return None
@@ -294,7 +294,7 @@ class PagedAttention:
         return out
 
     def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention output like `__call__`, but without the op, so that torch sees the backend's operations."""
+        """Return the attention output like `__call__`, but without the op, so that torch can trace the backend's operations."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
         self.run(layer, q, k, v, out)
         return out
@@ -305,7 +305,7 @@ class PagedAttention:
         return self.states(layer, x, gates)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Run one layer: the body of the op `headway::attention`."""
+        """Run one layer. This is the body of the op `headway::attention`."""
         assert self._slots, "begin() a step first"
         cache, kind = self.caches[layer], self._kind_of[layer]
         if self.debug:

@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs with static inputs, filled by one copy, run by one launch: decode, prefill, verification."""
+"""Decode, prefill and verification steps captured as CUDA graphs: one copy fills the static inputs, one launch runs the step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from headway.core.select.selector import NO_ATTENTION
 
 
 class GraphRecorder(Protocol):
-    """Records the kernels launched between `begin` and `end`."""
+    """Recorder of the kernels launched between `begin` and `end`."""
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
         """Record `run()`. Returns a function that replays the recording."""
@@ -52,7 +52,7 @@ class GraphRecorder(Protocol):
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs."""
+    """Recorder of CUDA graphs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -95,7 +95,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def capturing(what: str) -> Iterator[None]:
-    """Raise a RuntimeError from within as a BackendError that names `what` and an option; Headway's own errors pass unchanged."""
+    """Convert a RuntimeError raised inside to a BackendError that names `what` and an option. Headway's errors are passed on."""
     try:
         yield
     except (HeadwayError, torch.OutOfMemoryError):
@@ -121,7 +121,7 @@ class _Memory:
 
 
 class CapturedStep(ABC):
-    """A step of one shape over static inputs, as a CUDA graph. A second graph filters and draws again (`ModelStep.filters`)."""
+    """A step of one shape over static inputs, as a CUDA graph. A second graph filters logits and draws again."""
 
     description: str
     """Text that describes the step in errors."""
@@ -136,8 +136,8 @@ class CapturedStep(ABC):
         plans: Plans,
         states: list[StateStepPart] | None = None,
     ) -> None:
-        """fields: static inputs. size: number of sequences, or tokens of a prefill. metadata: one per cache group.
-        plans: plans of `PagedAttention`. states: parts of `LayersWithState`, or None."""
+        """fields: static inputs. size: number of sequences, or number of tokens of a prefill. metadata: one per cache group.
+        plans: from `PagedAttention`. states: parts from `LayersWithState`, or None."""
         self._step = step
         self._fields = fields
         self.size = size
@@ -147,7 +147,7 @@ class CapturedStep(ABC):
         self._states = states
         self.backends = (name_of(backends),)
         self.rows = fields.rows
-        """Rows of `newest` that the last replay wrote, padding included."""
+        """Indices of the rows of `newest` that a replay writes, padding included."""
         self._keys = fields.keys.view(-1)
         self._scales = fields.scales.view(-1)
         self._filters = fields.filters.view(len(fields.filters), -1)
@@ -157,7 +157,7 @@ class CapturedStep(ABC):
         replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups}
         nothing = AttentionBackend.plan_for_replay  # a backend with this method has nothing to update
         self._replanned = [each for each in replanned.values() if type(each[0]).plan_for_replay is not nothing]
-        """Plans that every replay updates; none if lengths are fixed. A list, because hashing specs takes longer than the rest.
+        """Plans that every replay updates; empty if lengths are fixed. A list, because hashing specs in a dict would be slow.
         """
         # Compiles missing kernels, and detects missing memory while that can still be handled.
         self.tokens = self.run()
@@ -188,7 +188,7 @@ class CapturedStep(ABC):
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Launch the step over the static inputs, with logits in the memory of all graphs. Returns the tokens."""
+        """Launch the step over the static inputs, with logits in the memory that all graphs share. Returns the tokens."""
         step = self._step
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
         if self._states is not None and step.attention.states is not None:
@@ -207,14 +207,14 @@ class CapturedStep(ABC):
 
     @torch.inference_mode()
     def filter(self) -> Tensor:
-        """After `run`, choose tokens again for rows with filters. Returns the tokens of all rows, like `run`."""
+        """Choose tokens again for rows with filters, after `run`. Returns the tokens of all rows, like `run`."""
         assert self._step.sampling.filter is not None, "no row asks for filters"
         chosen = self._step.sampling.filter(self._logits, self._chosen, self._keys, self._filters)
         self.filtered = self._finish(chosen)
         return self.filtered
 
     def _launch(self, draws: Draws | None, seq_lens: Tensor, tables: Tensor) -> Tensor:
-        """Replay the recording. Returns the tokens. seq_lens, tables: values of this step, in host memory."""
+        """Replay the recording. Returns the tokens. seq_lens, tables: this step's values, in host memory."""
         assert self._replay is not None, "capture() it first"
         for backend, plan, group in self._replanned:
             known = replace(self._metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
@@ -255,17 +255,17 @@ class DecodeGraph(CapturedStep):
     ) -> tuple[Tensor, Tensor]:
         """Run a step (see DecodeInputs.fill). Returns logits [num_seqs, vocab_size] and tokens [num_seqs], which the next replay
         overwrites.
-        draws: parameters of the draws. None means greedy."""
+        draws: parameters of the draws. None means greedy sampling."""
         sent = self._inputs.fill(self._shapes, rows, positions, tables, draws, states, adapters)
         tokens = self._launch(draws, sent.seq_lens, sent.tables)
         return self._logits[: len(rows)], tokens[: len(rows)]
 
 
 class PrefillGraph(CapturedStep):
-    """A captured prompt of `size` tokens, which gives an idle engine's first token.
+    """A captured prompt of `size` tokens, for prompts that run without other sequences.
 
-    Attention is causal, so no token sees later ones. A prompt runs at the next larger captured length, and the results of the
-    padding are not read. The attention's lengths are therefore fixed at the capture.
+    Attention is causal, so no token sees later tokens. A prompt runs at the next larger captured length, and the results of the
+    padding are not read. The attention lengths are therefore fixed at capture.
     """
 
     def __init__(self, step: ModelStep, inputs: PrefillInputs, size: int, backends: Backends, positions: Tensor) -> None:
@@ -294,7 +294,7 @@ class PrefillGraph(CapturedStep):
 def decode_metadata(
     step: ModelStep, fields: StepFields[Tensor], size: int, width: int, context_lens: Tensor
 ) -> list[AttentionMetadata]:
-    """Return metadata per cache group for a decode of `size` sequences with `width` query tokens each, at the maximum lengths."""
+    """Return metadata per cache group for a decode of `size` sequences with `width` query tokens each, at maximum lengths."""
     starts = torch.arange(0, size * width + 1, width, dtype=torch.int32)
     first = AttentionMetadata(
         num_prefills=0,
@@ -324,7 +324,7 @@ def decode_metadata(
 def _begin_states(
     step: ModelStep, fields: StepFields[Tensor], lengths: AttentionMetadata, out_slots: Tensor, recomputed: Tensor | None = None
 ) -> list[StateStepPart] | None:
-    """Plan the layers with a state, if any, over the static inputs. The host knows the slots only at a replay."""
+    """Plan the layers with a state, if any, over the static inputs. The host learns the slots only at a replay."""
     states = step.attention.states
     if states is None:
         return None
@@ -340,7 +340,7 @@ def _begin_states(
 
 
 def name_of(backends: Backends) -> str:
-    """Return the name of the backend of these instances. NO_ATTENTION if no layer has one."""
+    """Return the name of the backend of these instances, or NO_ATTENTION if there are none."""
     return next((backend.name for backend in backends.values()), NO_ATTENTION)
 
 
@@ -348,7 +348,7 @@ class VerifyGraph(CapturedStep):
     """A captured verification for `size` sequences with `width` query tokens each; see VerifyInputs for fewer tokens."""
 
     def __init__(self, step: ModelStep, inputs: VerifyInputs, size: int, width: int, backends: Backends, logits: Tensor) -> None:
-        """logits: [at least size * width, vocab_size], buffer into whose first rows the graph computes its logits."""
+        """logits: [at least size * width, vocab_size], buffer; the graph writes its logits to the first rows."""
         self._inputs = inputs
         self._shapes = verify_shapes(step, size, width)
         self.width = width
@@ -389,7 +389,7 @@ class VerifyGraph(CapturedStep):
         tables: HostBlockTables,
         draws: Draws | None,
     ) -> Tensor:
-        """Run a step, see VerifyInputs.fill. Returns `Verified.tokens`, which the next replay overwrites."""
+        """Run a step; see VerifyInputs.fill. Returns `Verified.tokens`, which the next replay overwrites."""
         sent = self._inputs.fill(self._shapes, step, rows, positions, tables, draws)
         return self._launch(draws, sent.seq_lens, sent.tables)[: step.num_seqs]
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine: captured decodes, prompts and verifications, piecewise graphs, and the choice for a step."""
+"""CUDA graphs of an engine: captured decodes, prompts and verifications, piecewise graphs, and the choice of a step's graph."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from headway.core.speculation.proposers import MAX_VERIFIED, WIDTHS
 log = logging.getLogger("headway")
 
 MAX_TOKENS = 2048
-"""Tokens of the largest piecewise graph. A larger step keeps a GPU busy for longer than the host needs to launch it."""
+"""Number of tokens of the largest piecewise graph. A larger step keeps a GPU busy for longer than launching it takes."""
 
 
 def piecewise_sizes(max_num_tokens: int) -> list[int]:
@@ -61,7 +61,7 @@ def piecewise_sizes(max_num_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """An attention call between two graph segments. Its tensors have a row for each recorded token."""
+    """An attention call between two graph segments. Its tensors have one row per recorded token."""
 
     layer: int
     q: Tensor
@@ -96,7 +96,7 @@ class _PiecewiseGraph:
     hidden: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> Tensor:
-        """Return hidden states of the first `count` tokens. Later rows are padding, which attention never sees."""
+        """Return the hidden states of the first `count` tokens. Later rows are padding, which is not passed to attention."""
         for call, graph in zip(self.calls, self.graphs[:-1], strict=True):
             graph()
             call.run(attention, count)
@@ -105,7 +105,7 @@ class _PiecewiseGraph:
 
 
 class PiecewiseGraphs:
-    """Piecewise graphs by number of tokens. A step uses the smallest that holds it."""
+    """Piecewise graphs by number of tokens. A step uses the smallest graph that is large enough."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class PiecewiseGraphs:
         ranks: Ranks = ONE_RANK,
         adapters: ModelAdapters | None = None,
     ) -> None:
-        """adapters: the model's adapters, for graphs of steps with adapters; None for steps without."""
+        """adapters: the model's adapters, for graphs of steps with adapters. None for steps without adapters."""
         self._adapters = adapters
         self._slots = torch.zeros(0, dtype=torch.int32, device=device)  # Slots of the rows' adapters; padding has old ones
         self._model = model
@@ -128,12 +128,12 @@ class PiecewiseGraphs:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest piecewise graph. 0 if there is none."""
+        """Number of tokens of the largest piecewise graph. 0 if there is none."""
         return self._by_size[-1].size if self._by_size else 0
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: GraphRecorder) -> None:
-        """Record the model at these token counts, largest first, so that smaller graphs reuse the memory of its pool."""
+        """Record the model at these token counts, largest first, so that smaller graphs reuse the memory of larger ones."""
         started = time.perf_counter()
         self._inputs = torch.zeros(2, max(sizes), dtype=torch.int64, device=self._device)
         self._slots = torch.zeros(max(sizes), dtype=torch.int32, device=self._device)
@@ -190,7 +190,7 @@ class PiecewiseGraphs:
         return _PiecewiseGraph(size, calls, graphs, borrowed(hidden))
 
     def _out(self, layer: int, q: Tensor) -> Tensor:
-        """Return the output memory of a layer's attention: shared by all layers, since each reads before the next writes."""
+        """Return memory for a layer's attention output. Layers share it: an output is read before the next layer writes."""
         return self._room((q.shape[1], self._attention.value_head_dims[layer]), q)
 
     def _state_out(self, layer: int, x: Tensor) -> Tensor:
@@ -198,16 +198,16 @@ class PiecewiseGraphs:
         return self._room((self._attention.states.out_channels(layer),), x)
 
     def _room(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for an output of this shape for each token of `like`."""
+        """Return memory for an output with this shape per token, for the tokens of `like`."""
         room = self._outs.get(shape)
         if room is None:  # zeros: padding rows are computed too, and their results are never read
             room = self._outs[shape] = like.new_zeros((self._inputs.shape[1], *shape))
         return room[: like.shape[0]]
 
     def run(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor | None:
-        """Return hidden states [num_tokens, hidden_size] of the step that attention was begun for, valid until the next step.
+        """Return hidden states [num_tokens, hidden_size] of the step that attention is set up for, valid until the next step.
         None if no graph has this many tokens.
-        ids, positions: int64 [num_tokens]. slots: int32 [num_tokens], adapter slots of the rows."""
+        ids, positions: int64 [num_tokens]. slots: int32 [num_tokens]: adapter slots of the tokens."""
         count = len(ids)
         graph = next((each for each in self._by_size if each.size >= count), None)
         if graph is None:
@@ -231,7 +231,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 def as_run(shape: Shape, device_type: str) -> Shape:
-    """Return the shape, marked as captured if an engine with default options replays it as a graph although tables hold launch
+    """Return the shape, marked as captured if an engine with default options replays it as a graph although tables have launch
     times: on a GPU, one prompt of at most MAX_TOKENS tokens without other sequences."""
     alone = shape.phase is Phase.PREFILL and shape.batch == 1 and shape.query_len <= MAX_TOKENS
     return replace(shape, captured=alone and device_type == "cuda")
@@ -287,9 +287,9 @@ class GraphSet:
 
 
 class DecodeGraphs:
-    """Graphs of one decode step each, by batch size. A step uses the smallest that holds it; the remaining rows are padding.
+    """Graphs of one decode step each, by batch size. A step uses the smallest large enough; the remaining rows are padding.
 
-    A graph is captured at the longest context, for which a backend fixes its grid. The lengths on the device decide what is
+    A graph is captured at the longest context, so that a backend's grid is large enough. The lengths on the device decide what is
     computed.
     """
 
@@ -300,8 +300,8 @@ class DecodeGraphs:
         self._warned = False
 
     def capture(self, sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: GraphRecorder) -> None:
-        """Capture the batch sizes, largest first, so that smaller graphs reuse the memory of its pool, and log the result.
-        candidates: returns the backends to capture for a batch size. If a backend cannot run in a graph, or memory is short,
+        """Capture the batch sizes, largest first, so that smaller graphs reuse larger ones' memory, and log the result.
+        candidates: returns the backends to capture for a batch size. If a backend cannot run in a graph, or memory runs out,
             steps are launched kernel by kernel, which is logged once."""
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(sizes, reverse=True) if size <= most}
@@ -354,7 +354,7 @@ class DecodeGraphs:
         )
 
     def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> tuple[DecodeGraph | None, str]:
-        """Return the graph that runs a step, or None and the reason. backends: returns the fastest for a captured batch size."""
+        """Return the graph that runs a step, or None and the reason. backends: returns the fastest at a captured batch size."""
         if not step.continues:
             decodes = (step.query_lens == 1) & (step.context_lens > 0)
             return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"
@@ -376,10 +376,10 @@ class DecodeGraphs:
 
 
 class PrefillGraphs:
-    """Graphs of one prompt each, by captured length. A prompt uses the smallest that holds it.
+    """Graphs of one prompt each, by captured length. A prompt uses the shortest graph that is long enough.
 
-    A length is captured with its fastest backend. A prompt uses that graph whichever backend is fastest at its own length or
-    selected at present: a replay saves more than the difference between similarly fast backends.
+    A length is captured with its fastest backend. A prompt uses that graph whichever backend is fastest at its length or
+    currently selected: a replay saves more than the difference between similarly fast backends.
     """
 
     def __init__(self, step: ModelStep) -> None:
@@ -388,7 +388,7 @@ class PrefillGraphs:
         self._graphs: dict[int, PrefillGraph] = {}
 
     def capture(self, sizes: Sequence[int], backends: Callable[[int], Backends], recorder: GraphRecorder) -> None:
-        """Record prompts of these lengths, longest first. backends: returns the fastest for a length; only these are captured."""
+        """Record prompts of these lengths, longest first. backends: returns the fastest backend for a length."""
         started, refused, step = time.perf_counter(), set[str](), self._step
         self._sizes = sorted(size for size in set(sizes) if size <= step.max_model_len)
         if self._sizes:
@@ -411,7 +411,7 @@ class PrefillGraphs:
         log.info("CUDA graphs: %d prefill graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def for_step(self, step: StepInput) -> PrefillGraph | None:
-        """Return the graph that runs a step; None if the step is not one whole prompt, or is longer than the captured ones."""
+        """Return the graph that runs a step, or None if the step is not one whole prompt, or is too long for every graph."""
         if step.num_seqs != 1 or step.context_lens[0] != 0 or not step.samples[0]:
             return None
         size = next((size for size in self._sizes if size >= step.num_tokens), 0)
@@ -419,9 +419,9 @@ class PrefillGraphs:
 
 
 class VerifyGraphs:
-    """Verification graphs by width and number of sequences. A step uses the narrowest and smallest that holds it.
+    """Verification graphs by width and number of sequences. A step uses the narrowest, then smallest, that is large enough.
 
-    They have at most MAX_VERIFIED tokens: in larger steps the model's GEMMs take longer with every token, and drafts gain least.
+    The graphs have at most MAX_VERIFIED tokens: in larger steps, every token makes the GEMMs slower, and drafts gain least.
     """
 
     def __init__(self, step: ModelStep) -> None:
@@ -430,7 +430,7 @@ class VerifyGraphs:
         self._refused = ""
 
     def capture(self, max_decode_len: int, selector: Selector, recorder: GraphRecorder) -> None:
-        """Record each width up to max_decode_len at powers of two of sequences, largest first, with the fastest backend."""
+        """Record each width up to max_decode_len, for 1, 2, 4, ... sequences, largest first, with the fastest backend."""
         started, step = time.perf_counter(), self._step
         longest, states = step.max_model_len - PADDING_CONTEXT, step.attention.states
         widths = [WIDTHS[0], *(wider for width, wider in pairwise(WIDTHS) if width < max_decode_len)]
@@ -486,7 +486,7 @@ class VerifyGraphs:
 
 
 def _captured(recorder: GraphRecorder, ranks: Ranks, make: Callable[[], Graph]) -> Graph | None:
-    """Return a new captured step; None if memory is short."""
+    """Return a new captured step, or None if memory runs out."""
     try:
         graph = make()
         graph.capture(recorder)

@@ -1,4 +1,4 @@
-"""Host side of steps: launched steps, and rows whose next logits need tokens that the host has seen."""
+"""Host side of steps: launched steps, and rows whose logits processing needs tokens that the host has seen."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from headway.core.sampling.params import LogitsProcessor, SamplingParams
 
 
 class HostResults:
-    """Copies int64 tensors to the host, reusing pinned memory and events: making both per step would cost more than the copy."""
+    """Copies int64 tensors to the host. Pinned memory and events are reused, because making them costs more than the copy."""
 
     def __init__(self, num_longs: int, device: torch.device) -> None:
-        """num_longs: initial size of each buffer in numbers; a larger tensor raises the size."""
+        """num_longs: initial size of each buffer in int64 elements. A larger tensor raises the size."""
         self._num_longs = num_longs
         self._gpu = device.type == "cuda"
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
@@ -57,7 +57,7 @@ class HostResults:
         return memory, torch.cuda.Event() if self._gpu else None
 
     def reuse(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
-        """Take back pinned memory that is no longer read. Memory of a step whose result is never awaited is not reused."""
+        """Accept pinned memory for reuse that is no longer read. Memory of a step whose result is never awaited is not reused."""
         if len(memory) == self._num_longs:
             self._free.append((memory, done))
 
@@ -73,7 +73,7 @@ class HostCopy:
         """Pinned memory that receives the tensor."""
 
     def wait(self) -> NDArray[numpy.int64]:
-        """Return the tensor, once the device has done all work queued before the copy. May be called once."""
+        """Wait until the device has done the copy and all work queued before it, and return the tensor. May be called once."""
         if self._done is not None:
             self._done.synchronize()
         found: NDArray[numpy.int64] = self._view.numpy().copy()
@@ -83,31 +83,31 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of a part of a prompt."""
+    """Log-probabilities of the tokens in one part of a prompt."""
 
     index: int
     first: int
     """Position of the part's first token."""
     k: int
-    """Number of most likely tokens listed with each token."""
+    """Number of most likely tokens to list with each token."""
     scores: Scores
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceExtras:
-    """Results of a step besides tokens, with tensors in host memory that are valid once the step is done."""
+    """Results of a step in addition to tokens. Tensors are in host memory, and valid once the step is done."""
 
     errors: Mapping[int, str]
-    """Error of a sequence, by its row of logits."""
+    """Error text of a sequence, keyed by its row of logits."""
     scores: Scores | None
     scored: Sequence[tuple[int, int]]
-    """For each entry of `scores`: its row of logits, and the requested number of most likely tokens."""
+    """For each entry of `scores`: index of the row of logits, and requested number of most likely tokens."""
     prompts: Sequence[PromptScores]
     owners: NDArray[numpy.int64]
     """int64 [rows of logits]: index of the sampling sequence to which each row belongs."""
 
     def on_host(self) -> SampledExtras:
-        """Return the results as plain data, by sequence."""
+        """Return the results as plain data, keyed by sequence."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for index, (row, k) in enumerate(self.scored):
             assert self.scores is not None
@@ -129,11 +129,11 @@ class Launched(LaunchFacts):
     """Index of each row among the step's sampling sequences. None means in order."""
     extras: DeviceExtras | None = None
     check: Callable[[], None] | None = None
-    """Raises if another rank was lost, so that the results are invalid although the device reports no fault."""
+    """Function that raises if another rank was lost: the results are then invalid although the device reports no error."""
     _sampled: Sampled | None = field(default=None, init=False)
 
     def wait(self) -> Sampled:
-        """Return the step's tokens, waiting for them. May be called again. A kernel's fault is raised here at the latest."""
+        """Return the step's tokens, waiting for them. May be called again. A kernel's error is raised here at the latest."""
         if self._sampled is None:
             self._sampled = self._read()
         return self._sampled
@@ -162,9 +162,9 @@ class HostRow:
     output: list[int] = field(default_factory=list)
     grammar: Grammar | None = None
     processors: list[LogitsProcessor] = field(default_factory=list)
-    """Functions of (prompt_token_ids, token_ids, logits)."""
+    """Functions (prompt_token_ids, token_ids, logits) -> logits, in call order."""
     batched: bool = False
-    """True if the engine's processors change its logits too."""
+    """True if the engine's own processors also change the row's logits."""
     error: str | None = None
     """Error that ends the completion, or None."""
 
@@ -185,12 +185,12 @@ class HostRow:
 
 
 class HostRows:
-    """Compiles grammars and loads processors for requests, follows their completions, and changes their logits."""
+    """Compiles grammars and loads processors for requests, tracks their completions, and changes their logits."""
 
     def __init__(
         self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo], batch: ProcessorBatch | None = None
     ) -> None:
-        """grammars: None without a tokenizer. processors: registered ones by name. batch: the engine's own processors, or
+        """grammars: None without a tokenizer. processors: registered processors by name. batch: the engine's own processors, or
         None."""
         self._grammars = grammars
         self._infos = processors
@@ -199,11 +199,11 @@ class HostRows:
         self._queue: GrammarQueue | None = None
         self._rows: dict[int, HostRow] = {}
         self._unread: list[tuple[Launched, list[tuple[int, HostRow]]]] = []
-        """Launched steps whose tokens have not been read, with the index and the row of each followed sequence."""
+        """Launched steps whose tokens have not been read, with the index and the row of each tracked sequence."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Start what a request needs before its first step, if anything. The future can be cancelled, or fail with GrammarError.
-        :raises ConfigError: if a logits processor is not registered, or structured outputs cannot be compiled here."""
+        """Start any work that a request needs before its first step. The future can be cancelled, or fail with GrammarError.
+        :raises ConfigError: if a logits processor is not registered, or this engine cannot compile structured outputs."""
         for each in params.logits_processors or ():
             if isinstance(each, str) and each not in (ENGINE_PROCESSORS, *self._makers):
                 self._makers[each] = self._load(each)
@@ -224,7 +224,7 @@ class HostRows:
         return made_by(f"logits_processors: the maker of {name!r}", self._infos[name].load, "__call__")
 
     def start(self, started: StartedRow, wanted: bool) -> None:
-        """Set up a row for a sequence that begins. wanted: True if it has a grammar or logits processors."""
+        """Set up a row for a sequence that begins. wanted: True if the sequence has a grammar or logits processors."""
         self._rows.pop(started.row, None)
         if not wanted:
             return
@@ -276,7 +276,7 @@ class HostRows:
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], NDArray[numpy.int32] | None]:
         """Return the indices of logits rows that a grammar masks, and the masks (see `GrammarCompiler.masks`).
-        rows: the executor's rows. lens: number of tokens before each new one. drafts: drafts to verify, by executor row; such a
+        rows: the executor's rows. lens: number of tokens before each new token. drafts: executor row -> drafts to verify; such a
             row appears several times."""
         which, grammars = [], []
         for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
@@ -326,7 +326,7 @@ class HostRows:
         return failed
 
     def _process_batch(self, batch: ProcessorBatch, rows: Sequence[HostRow], logits: Tensor) -> None:
-        """Apply the engine's processors to rows of logits in place. An error of theirs ends all of these rows."""
+        """Apply the engine's processors to rows of logits in place. If they raise an error, all of these rows end."""
         at = [number for number, row in enumerate(rows) if row.batched and row.error is None]
         if not at:
             return

@@ -1,4 +1,4 @@
-"""Attention of a latent (MLA) layer: the GEMMs around a backend that supports one of its specs (core.contract.model)."""
+"""Attention of a latent (MLA) layer: the GEMMs around a backend that supports one of the layer's specs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
 
 GATHERED_BYTES = 2**29
-"""Maximum bytes of the expanded keys and values of one step's contexts, which are in memory while one layer is computed."""
+"""Maximum size in bytes of the expanded keys and values of a step's contexts, in memory while one layer is computed."""
 FLOPS_PER_BYTE = 150
-"""Multiply-adds that take as long as moving one byte. Gathering moves memory, attention multiplies."""
+"""Number of multiply-adds that take as long as moving one byte. Gathering moves bytes, attention multiplies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def attend(
     slots: Tensor,
     writes: bool,
 ) -> None:
-    """Compute attention for a part of a step. Caches the latents, unless the backend `writes` them.
+    """Compute attention for a part of a step. The latents are cached first, unless the backend `writes` them.
     q: [n, num_heads, expanded head_dim]; latent: [n, 1, cached head_dim]; out: [n, num_heads, expanded v_head_dim]; slots: int64
         [n], cache slots of the latents."""
     q, latent, out = tensors
@@ -73,10 +73,10 @@ def attend(
 
 
 def gathers(view: AttentionMetadata, cached: AttentionSpec, expanded: AttentionSpec) -> bool:
-    """Return whether an EXTEND is faster with expanded than with absorbed contexts, and the expanded ones fit in memory.
+    """Return whether an EXTEND is faster with expanded than with absorbed contexts, and the expanded contexts fit in memory.
 
     Absorbed, a query-key pair costs as many multiplications as the latent has elements. Expanded, it costs fewer, after each key
-    was expanded once: more new tokens favour expanding. The latent is as long as the absorbed value.
+    was expanded once, so more new tokens favour expanding. The latent is as long as the absorbed value.
     """
     heads, latent = expanded.num_heads, cached.v_head_dim
     elements = expanded.head_dim + expanded.v_head_dim

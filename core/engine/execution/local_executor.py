@@ -1,4 +1,4 @@
-"""Executor of one process and one device: sets up cache, backends and model, and runs steps on them."""
+"""Executor for one process and one device: sets up the cache, the backends and the model, and runs steps."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ log = logging.getLogger("headway")
 
 
 class AdapterStore:
-    """LoRA adapters in host memory, in the format of a model's slots, by digest.
+    """LoRA adapters in host memory, in the format of a model's slots, keyed by digest.
 
-    On rank 0, adapters are read before their requests run. Another rank reads an adapter when a step needs it in a slot.
+    On rank 0, adapters are read before their requests run. Other ranks read an adapter when a step needs it in a slot.
     """
 
     def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
-        """most: number of unused adapters to keep (max_cpu_loras). follows: True on ranks above 0, which read on demand."""
+        """most: number of unused adapters to cache (max_cpu_loras). follows: True on ranks above 0, which read on demand."""
         self.slots = adapters
         self._most = most
         self.num_slots = adapters.num_slots
@@ -97,8 +97,8 @@ class AdapterStore:
             del self._cache[digest]
 
     def put(self, loads: Iterable[AdapterLoad]) -> None:
-        """Copy adapters into slots, before the step that needs them there.
-        :raises HeadwayError: if an adapter has to be read again, and cannot be."""
+        """Copy adapters into slots, before the step that needs them.
+        :raises HeadwayError: if an adapter must be read again, and this fails."""
         for slot, request, digest in loads:
             self.slots.put(slot, self.keep(request, digest=digest))
         if self._follows:
@@ -106,8 +106,8 @@ class AdapterStore:
 
 
 _MOST_ROUNDS = 3
-"""Maximum number of warm-up rounds. The first compiles and the second finds nothing, but a kernel that is compiled in every step
-would keep the warm-up from ending."""
+"""Maximum number of warm-up rounds. Usually the second round compiles nothing, but a kernel that is compiled in every step
+would otherwise keep the warm-up from ending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,39 +116,39 @@ class DeviceParts:
 
     model: Model
     source: Kernels
-    """The registry of backends."""
+    """Registry of kernels, with all backends."""
     layers: LayerSpecs
     config: EngineConfig
-    """Options, complete for the device."""
+    """Engine options, with the defaults for the device filled in."""
     sampling: SamplingOps = TORCH_SAMPLING
-    """Sampling kernels, if there are faster ones than torch's."""
+    """Sampling kernels. The default is torch's operations."""
     costs: Mapping[AttentionSpec, CostTable] | None = None
-    """Measured times of each distinct layer, which `auto` uses. None means the order that plugins propose."""
+    """Measured times of each distinct layer, which `auto` uses. None means the order that rank hooks propose."""
     state_costs: Mapping[StateSpec, CostTable] | None = None
-    """Measured times of layers with a state."""
+    """Measured times of each distinct layer with a state, which `auto` uses."""
     compile_ahead: CompileAhead | None = None
-    """Context in which the device's kernels are compiled ahead. None means that they are not."""
+    """Function that returns a context in which kernels are compiled ahead. None means that kernels are not compiled ahead."""
     max_decode_len: int = 1
     """Maximum number of query tokens of a decode, drafts included."""
     hosts: HostRows | None = None
-    """Runs grammars and named logits processors. None if there are none."""
+    """Object that runs grammars and named logits processors. None if the engine has neither."""
     ranks: Ranks = ONE_RANK
-    """This rank and the others. The rank with the least memory limits all of them."""
+    """Connection to all ranks. The rank with the least memory limits all ranks."""
 
 
 class LocalExecutor:
-    """Runs steps on one device, in the order in which they are launched. It owns model, backends and cache."""
+    """Runs steps on one device, in the order in which they are launched. It owns the model, the backends and the cache."""
 
     def __init__(self, parts: DeviceParts, make_mover: MakePageMover | None = None) -> None:
-        """make_mover: makes the page mover for offloading, or None.
-        :raises HeadwayError: if options conflict, with a fix."""
+        """make_mover: function that makes the page mover for offloading, or None.
+        :raises HeadwayError: if options conflict; the message says how to fix this."""
         model = parts.model
         layers = parts.layers
         config = parts.config
         self._parts = parts
         self._recorder: GraphRecorder | None = None
         self._released: dict[str, ReleasedMemory] = {}
-        """Memory of the parts that sleep."""
+        """Released memory of the parts that sleep, keyed by part."""
         self._device = layers.device
         self.selector = _select(layers, parts.source, config, parts.costs, parts.compile_ahead)
         self.selection = self.selector.selection
@@ -163,7 +163,7 @@ class LocalExecutor:
         """One cache per layer."""
         saved = None if states is None or slots is None else states.allocate(slots)
         self.mover = None if make_mover is None else make_mover(self.caches, size, None if saved is None else saved.memory)
-        """Copies pages and states to memory outside the device. None without offloading."""
+        """Page mover, which copies pages and states out of device memory. None without offloading."""
         _check_caches(self.selector, layers.cached, self.caches)
         writers = {layout.name: parts.source.layout(layout.name).writer(self._device) for layout in layouts}
         self.attention = PagedAttention(
@@ -175,7 +175,7 @@ class LocalExecutor:
             gathering=self.selector.gathering,
             states=saved,
         )
-        """Attention as the model calls it. Outside of steps, only its shapes are valid."""
+        """Attention function that the model calls. Outside of steps, only the shapes of its results are valid."""
         self._hosts = parts.hosts or HostRows(None, {})
         self.adapters = AdapterStore.of(model, config.num_cached_adapters, follows=parts.ranks.rank > 0)
         """Adapters in host memory. None if the model has no adapter slots."""
@@ -196,7 +196,7 @@ class LocalExecutor:
     def capture(self, recorder: GraphRecorder | None = None) -> None:
         """Compile what requests may need, and capture CUDA graphs if the device and the options allow it.
 
-        Then the engine is ready. recorder: records graphs instead of CUDA's, on any device.
+        The engine is then ready. recorder: recorder to use instead of CUDA graphs, on any device.
         """
         config, watch = self._parts.config, CompilationWatch()
         if self._parts.compile_ahead is not None:
@@ -222,8 +222,8 @@ class LocalExecutor:
     def sleep(self, lost: Sequence[Tensor]) -> None:
         """Free the memory of weights and cache between two steps. No step may be launched until both are awake.
 
-        Graphs contain addresses of both, and are captured again after waking. lost: weights that are zero after waking and must
-        be read again; the others are saved in host memory.
+        Graphs contain addresses of both, and are captured again after waking. lost: weights that are zero after waking, and must
+        be loaded again. All other weights are saved in host memory.
         :raises ConfigError: if this executor cannot sleep."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -264,13 +264,13 @@ class LocalExecutor:
         self._runner.observe = look
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Start what a request needs before its first step; see `HostRows.prepare`."""
+        """Start any work that a request needs before its first step; see `HostRows.prepare`."""
         return self._hosts.prepare(params)
 
     def launch(self, step: StepInput) -> Launched:
         """Start a step; on a CPU it has run when this returns. Raises whatever a backend raises.
 
-        The step's row changes take effect even then.
+        The step's row changes take effect even if it raises.
         """
         if self.mover is not None:
             self.mover.before(step)
@@ -279,14 +279,14 @@ class LocalExecutor:
         return self._runner.launch(step)
 
     def failed(self, error: Exception) -> None:
-        """Handle the error of a step, raised at its launch or at the wait for it. If this returns, as here, other steps may run.
+        """Handle the error of a step, raised at its launch or at the wait for it. If this returns, other steps may run.
         :raises ExecutorLostError: if no other step can run."""
 
     def call_when_lost(self, report: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method, in any thread, when no step can run any more. Here it is never called."""
+        """Call a bound method, in any thread, when no step can run any more. With one process, it is never called."""
 
     def shutdown(self) -> None:
-        """Stop other processes; here there are none. No step may be launched afterwards."""
+        """Stop the processes of other ranks, if any. No step may be launched afterwards."""
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -321,7 +321,7 @@ def _select(
 def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache]) -> None:
     """Check that every backend that may be called can read the caches of its layers.
 
-    :raises UnsupportedError: a backend cannot.
+    :raises UnsupportedError: if a backend cannot read a layer's cache.
     """
     for backends in selector.instances.values():
         for spec, cache in zip(specs, caches, strict=True):

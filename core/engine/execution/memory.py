@@ -1,4 +1,4 @@
-"""Device memory: the cache's share, the plan of the pool, and memory released while the engine sleeps."""
+"""Device memory: its fraction for the cache, the plan of the pool, and memory released while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class _Released(NamedTuple):
     storage: UntypedStorage
     num_bytes: int
     stored: Tensor | None
-    """Saved bytes in host memory. None if they are lost."""
+    """Saved contents in host memory. None if the contents are lost."""
 
 
 class ReleasedMemory:
     """Memory of tensors on a device, released by the constructor and allocated again by `restore`.
 
-    On a GPU the addresses change, which CUDA graphs cannot follow. On a CPU the addresses stay: pages are returned to the system,
+    On a GPU the addresses change, so CUDA graphs become invalid. On a CPU the addresses stay: pages are returned to the system,
     and saved contents stay in place.
     """
 
@@ -112,7 +112,7 @@ def _empty_pages(storage: UntypedStorage) -> None:
 
 
 _SPARE = 256 * 2**20
-"""Bytes reserved for what the trial does not measure: workspaces of libraries, and graphs without their activations."""
+"""Bytes reserved for memory that the trial does not measure: workspaces of libraries, and graphs without their activations."""
 
 
 def cache_memory(
@@ -124,11 +124,11 @@ def cache_memory(
     max_num_seqs: int,
     utilization: float,
 ) -> int:
-    """Return the bytes of a CUDA device for the cache, so that the process stays below `utilization` of its memory.
+    """Return the bytes for the cache on a CUDA device, so that the process uses at most `utilization` of the device's memory.
 
     The largest step runs once without attention to measure its peak memory, which is reserved together with the backends'
     workspaces.
-    :raises ConfigError: if the model exceeds the share without a cache."""
+    :raises ConfigError: if the model exceeds this limit even without a cache."""
     held = _peak_bytes(model, layers, max_num_tokens, max_num_seqs)
     workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
     free, total = torch.cuda.mem_get_info(layers.device)
@@ -159,7 +159,7 @@ def _peak_bytes(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_s
 
 @torch.inference_mode()
 def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) -> None:
-    """Run a step of num_tokens tokens that samples num_seqs of them, with the GEMMs of latent layers but without attention.
+    """Run a step of num_tokens tokens that samples num_seqs tokens, with the GEMMs of latent layers but without attention.
 
     Sampling sorts, even if kernels filter without sorting: its 42 bytes per logit also cover penalties, masks and
     log-probabilities, which the trial does not run.
@@ -192,12 +192,12 @@ def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Layers with a state in a model, and their backends."""
+    """A model's layers with a state, and their backends."""
 
     layers: Sequence[StateLayer]
     selector: KernelSelector[StateSpec, StateBackend, StateLayout]
     per_row: int
-    """Slots per row."""
+    """Number of state slots per row."""
     scan: StateBackends
     """Backends for sequences that prefill or extend."""
     step: StateBackends
@@ -212,8 +212,8 @@ class StatePlan:
         costs: Mapping[StateSpec, CostTable] | None,
         max_decode_len: int,
     ) -> StatePlan | None:
-        """Return the plan of a model's layers with a state; None if it has no such layers.
-        :raises HeadwayError: if no requested backend supports the layers, with every reason."""
+        """Return the plan of a model's layers with a state, or None if it has no such layers.
+        :raises HeadwayError: if no requested backend supports the layers; the message gives every reason."""
         layers = state_layers(model)
         if not layers:
             return None
@@ -224,7 +224,7 @@ class StatePlan:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes per slot over all layers."""
+        """Size of one slot in bytes, over all layers."""
         return sum(self.selector.selection.layout.bytes_per_slot(layer.spec) for layer in self.layers)
 
     def slots(self, config: EngineConfig, memory: int | None, pages: bool) -> StateSlots | None:
@@ -279,7 +279,7 @@ def plan_pool(
 
 
 def gathered(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return, for each number, the values of all ranks."""
+    """Return, for each entry of `numbers`, the values of all ranks."""
     found: list[list[int]] = ranks.all_gather(torch.tensor(numbers, device=device)).T.tolist()
     return found
 
@@ -287,7 +287,7 @@ def gathered(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list
 def _pool_memory(
     model: Model, layers: LayerSpecs, selector: Selector, states: StatePlan | None, config: EngineConfig
 ) -> int | None:
-    """Return the bytes for the pool, or None for a CPU's default."""
+    """Return the size of the pool in bytes, or None for a CPU's default."""
     if config.pool_bytes is not None or layers.device.type != "cuda":
         return config.pool_bytes
     memory = cache_memory(
@@ -313,7 +313,7 @@ def _longest(config: EngineConfig, model: Model) -> int:
 
 
 _TABLE_BYTES = 1 << 30
-"""Maximum bytes of the block tables of all sequences. The pool sets no limit: with windows it fits sequences of any length."""
+"""Maximum bytes of all sequences' block tables. The pool sets no limit: with windows, sequences of any length fit."""
 
 
 def _max_model_len(config: EngineConfig, pages: PageFormat, chunk: int, memory: int | None, longest: int) -> int:

@@ -1,4 +1,4 @@
-"""Model runner: launches a step on the device, and returns its tokens when they have arrived."""
+"""Model runner: launches a step on the device, and returns the step's tokens when they have arrived on the host."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ log = logging.getLogger("headway")
 
 
 class CompilationWatch:
-    """Collects the names of kernels that this process compiles from now on.
+    """Collector of the names of kernels that this process compiles from now on.
 
-    Our CUDA C++ announces its compilations (`core/contract/kernel.py`). Triton's are seen through its hook, which also calls an
-    earlier hook, and only if Triton is loaded: the engine imports no kernel library. Libraries that compile by themselves are not
+    Headway's CUDA C++ kernels announce their compilations. Triton's are seen through Triton's hook, which also calls an
+    earlier hook, and only if Triton is loaded: the engine imports no kernel library. Compilations inside other libraries are not
     seen.
     """
 
@@ -71,7 +71,7 @@ class CompilationWatch:
         runtime.jit_post_compile_hook = hook
 
     def take(self) -> tuple[str, ...]:
-        """Return the names since the last call."""
+        """Return the names of kernels compiled since the last call."""
         if not self._names:
             return ()
         names = tuple(self._names)
@@ -79,7 +79,7 @@ class CompilationWatch:
         return names
 
     def take_unexpected(self) -> tuple[str, ...]:
-        """Return and log the names since the last call, after a step that should have needed no compilation."""
+        """Return and log the names of kernels compiled since the last call, after a step that should not have compiled any."""
         names = self.take()
         for name in names:
             log.warning("compiled after the engine was ready: %s; a step waited for it", name)
@@ -104,7 +104,7 @@ class _DeviceResults(NamedTuple):
 
 
 class ModelRunner:
-    """Runs steps, given as plain data, on one device. Sampled tokens stay there as the next step's input, unseen by the host."""
+    """Runs steps, given as plain data, on one device. Sampled tokens stay on the device as the next step's input."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ModelRunner:
         hosts: HostRows,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """groups: cache groups of the layers. ranks: this rank and the others that run the same steps."""
+        """groups: cache groups of the layers. ranks: connection to all ranks, which run the same steps."""
         block_size = selector.selection.block_size
         max_num_seqs = limits.max_num_seqs
         max_model_len = limits.max_model_len
@@ -144,14 +144,14 @@ class ModelRunner:
         self._adapted_graphs: GraphSet | None = None  # Graphs of steps with adapters; the others compute no adapters
         self._adapter_piecewise = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
         self.compilations: CompilationWatch | None = None
-        """Collects names of kernels compiled during a step. None before the engine is ready."""
+        """Collector of the names of kernels compiled during a step. None before the engine is ready."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
         """Called in every step with the sampling rows and their logits, valid until the next step. None for nothing."""
 
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
     ) -> None:
-        """Capture CUDA graphs for these batch sizes and prompt lengths. max_decode_len: maximum query tokens, with drafts."""
+        """Capture CUDA graphs for these batch sizes and prompt lengths. max_decode_len: maximum query tokens of a decode."""
         self._piecewise.capture(token_counts, recorder)
         if self._adapters is not None:
             self._adapter_piecewise.capture(token_counts, recorder)
@@ -350,14 +350,14 @@ class ModelRunner:
             return self._model(input_ids, positions, self._attention), False
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
-        """Return the backends for a part of the step. phase: phase to use if the part has no sequences."""
+        """Return the backends for a part of the step. phase: phase to use if the part is None."""
         if part is None:
             return self._selector.backends_for(phase)
         shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
         return self._selector.backends_of(shape)
 
     def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
-        """Return token ids and positions [num_tokens] on the device; tokens unseen by the host come from `_newest`."""
+        """Return token ids and positions [num_tokens] on the device; tokens that the host has not seen come from `_newest`."""
         rows = numpy.repeat(step.rows, step.query_lens)
         numbers = numpy.empty((3, step.num_tokens), dtype=numpy.int64)
         numbers[0], numbers[1], numbers[2] = step.token_ids, positions_of(step), rows
@@ -367,7 +367,7 @@ class ModelRunner:
         return ids, positions
 
     def _draws(self, graph: CapturedStep, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
-        """Return the draws for a graph's tokens, or None if the graph can only choose the most likely ones."""
+        """Return the draws for a graph's tokens, or None if the graph can only choose the most likely tokens."""
         if self._vocabulary.sampling.choose is None:
             return None
         draws = self._sampler.draws(rows, positions)

@@ -1,4 +1,4 @@
-"""Layers with a state in a step: their caches, their backends, and the op that a model's call becomes."""
+"""Layers with a state in a step: their caches, their backends, and the op through which the model calls them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.core.system.logs import blame
 
 
 class StateStepPart(NamedTuple):
-    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are by kind of layer."""
+    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are keyed by kind of layer."""
 
     phase: Phase
     tokens: slice
@@ -49,7 +49,7 @@ class LayersWithState:
         _LIVE[self._handle] = self
 
     def not_captured(self, level: GraphLevel) -> str:
-        """Return the name of a backend whose `step` cannot run in a CUDA graph of this level. Empty if all can."""
+        """Return the name of a backend whose `step` cannot run in a CUDA graph of this level. Empty if there is none."""
         return next((each.name for each in self._step.values() if each.graph_level < level), "")
 
     def begin(self, metadata: StateMetadata) -> None:
@@ -70,7 +70,7 @@ class LayersWithState:
             start = tokens.stop
 
     def begin_graph(self, metadata: StateMetadata) -> list[StateStepPart]:
-        """Plan a decode or verification that is captured. Returns the parts for `resume` before replays."""
+        """Plan a decode or verification for capture. Returns the parts to pass to `resume` before a replay."""
         serving = [self._step[kind] for kind in self.kinds]
         plans = [backend.plan_for_capture(metadata) for backend in serving]
         self._parts = [StateStepPart(Phase.DECODE, slice(0, metadata.step.num_tokens), serving, plans)]
@@ -81,7 +81,7 @@ class LayersWithState:
         self._parts = parts
 
     def out_channels(self, layer: int) -> int:
-        """Return the number of elements in a layer's output for one token."""
+        """Return the number of elements in a layer's output per token."""
         return self._layers[layer].spec.out_channels
 
     def __call__(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
@@ -90,7 +90,7 @@ class LayersWithState:
         return out
 
     def run(self, layer: int, x: Tensor, gates: Sequence[Tensor], out: Tensor) -> None:
-        """Run one layer: the body of the op `headway::state`."""
+        """Run one layer. This is the body of the op `headway::state`."""
         assert self._parts, "begin() a step first"
         kind, parameters, cache = self._kind_of[layer], self._layers[layer].parameters, self.memory.caches[layer]
         mixed = len(self._parts) > 1
@@ -106,15 +106,15 @@ class LayersWithState:
                 ) from error
 
     def first_of(self, kind: StateSpec) -> int:
-        """Return the first layer of a kind."""
+        """Return the index of the first layer of a kind of state layer."""
         return self._kind_of.index(self.kinds.index(kind))
 
     def serving_in(self, kind: StateSpec, phase: Phase) -> StateBackend:
-        """Return the backend for layers of a kind in a phase."""
+        """Return the backend for layers of a kind of state layer in a phase."""
         return (self._step if phase is Phase.DECODE else self._scan)[kind]
 
     def metadata_of_rows(self, lengths: AttentionMetadata, num_drafts: int) -> StateMetadata:
-        """Return the state slots for a warm-up step of the first rows. num_drafts: maximum number of drafts of a sequence."""
+        """Return the state metadata of a warm-up step in the first rows. num_drafts: maximum number of drafts per sequence."""
         first = torch.arange(lengths.num_seqs, dtype=torch.int32) * self.slots.per_row
         width = min(num_drafts, self.slots.per_row - 1) + 1
         out_slots = first[:, None] + torch.arange(width, dtype=torch.int32)
@@ -124,7 +124,7 @@ class LayersWithState:
         )
 
     def restore(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy checkpoints to rows, given as (slot, row)."""
+        """Copy checkpoints to rows, given as pairs (checkpoint slot, row)."""
         sources = torch.tensor([slot for slot, _ in copies])
         targets = torch.tensor([row * self.slots.per_row for _, row in copies])
         device = self.memory.stacks[0].device
@@ -136,7 +136,7 @@ class LayersWithState:
         return slots
 
     def slots_of_step(self, step: StepInput, width: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
-        """Return `StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step. width: above the most drafts."""
+        """Return `StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step. width: more than the drafts."""
         assert step.state_indices is not None
         slots, first = self.slots_of(step.rows, step.state_indices), self.slots_of(step.rows, numpy.int32(0))
         verifies = (step.num_draft_tokens > 0)[:, None]
@@ -146,7 +146,7 @@ class LayersWithState:
         return slots, numpy.where(verifies, out_slots, in_place)
 
     def metadata(self, step: StepInput, lengths: AttentionMetadata) -> StateMetadata:
-        """Return the state slots of a step. lengths: attention metadata of the step, from any cache group."""
+        """Return the state metadata of a step. lengths: attention metadata of the step, from any cache group."""
         width = int(step.num_draft_tokens.max(initial=0)) + 1
         slots, out_slots = self.slots_of_step(step, width)
         num_checkpoints = len(step.checkpoints)

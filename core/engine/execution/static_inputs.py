@@ -1,4 +1,4 @@
-"""Static inputs of captured steps (`ModelStep`): one device buffer, laid out per kind of step and filled by one copy."""
+"""Static inputs of captured steps: one device buffer, laid out for each kind of step and filled by one copy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ModelStep:
     block_size: int
     max_model_len: int
     num_blocks: Sequence[int]
-    """Number of blocks of the pool, per cache group."""
+    """Number of blocks in the pool, for each cache group."""
     ranks: Ranks = ONE_RANK
     adapters: ModelAdapters | None = None
-    """The model's adapters, for graphs of steps with adapters. None for steps without."""
+    """The model's adapters, for graphs of steps with adapters. None for graphs of steps without adapters."""
     logits: Tensor | None = None
-    """[largest batch, vocab_size]: every graph computes its logits into the first rows."""
+    """[largest batch, vocab_size]: buffer; every graph writes its logits to the first rows."""
 
     @property
     def filters(self) -> bool:
@@ -47,63 +47,63 @@ class ModelStep:
 
     @property
     def padding_row(self) -> int:
-        """Row of `newest` for padding."""
+        """Index of the row of `newest` for padding."""
         return len(self.newest) - 1
 
 
 _ALIGN = 4  # Fields and planes begin at multiples of this many elements, 16 bytes or more, as kernels may assume
 PADDING_CONTEXT = 1
-"""Cached tokens of a padding sequence in a verification: valid lengths, the pool's first blocks, nothing written."""
+"""Number of cached tokens of a padding sequence in a verification. It reads the pool's first blocks and writes nothing."""
 
 Field = TypeVar("Field")
 _Ints = NDArray[numpy.int32]
 
 
 class StepFields(NamedTuple, Generic[Field]):
-    """Inputs of a captured step: n sequences in g cache groups; w tokens each in a verification; t tokens of one prompt."""
+    """Inputs of a captured step with n sequences in g cache groups. A verification has w tokens each; a prefill has t tokens."""
 
     ids: Field
     """int64 [n, w] or [t]. A decode reads its tokens on the device. Drafts follow tokens that the host has read."""
     keys: Field
     """int64 [n], [n, w] or [1]: keys of the draws."""
     slots: Field
-    """int64 [g, n], [g, n, w] or [g, t]: slots to which keys and values are written. -1 means none."""
+    """int64 [g, n], [g, n, w] or [g, t]: slots to which keys and values are written. -1 means no write."""
     rows: Field
     """int64 [n]: each sequence's row in `ModelStep.newest`."""
     recomputed: Field
-    """int64 [n], verification: number of a sequence's query tokens that are recomputed, before its new ones."""
+    """int64 [n], verification: number of a sequence's query tokens that are recomputed, before its new tokens."""
     last: Field
     """int64 [1], prefill: index of the prompt's last token."""
     positions: Field
     """int32 [n] or [n, w]: positions of the query tokens."""
     scales: Field
-    """float32, in the shape of `keys`: 1 / temperature of the draws. 0 means greedy."""
+    """float32, in the shape of `keys`: 1 / temperature of the draws. 0 means greedy sampling."""
     filters: Field
     """float32 [4, ...], in the shape of `keys`: one `TokenFilter` each."""
     seq_lens: Field
     """int32 [n]: sequence lengths, new tokens included."""
     context_lens: Field
-    """int32 [n], verification: cached tokens; a decode uses its positions instead."""
+    """int32 [n], verification: number of cached tokens. A decode uses its positions instead."""
     tables: Field
     """int32 [g, n, blocks]: block tables."""
     states: Field
-    """int32 [n], decode or verification with layers that keep states: slot of each sequence's state. -1 for padding."""
+    """int32 [n], decode or verification with state layers: slot of each sequence's state. -1 for padding."""
     adapters: Field
     """int32 [n], [n, w] or [t], if sequences may have adapters: slot of each token's adapter. NO_ADAPTER for none and padding."""
     out_states: Field
-    """int32 [n, w], verification with such layers: `StateMetadata.out_slots`; a decode updates each state in its slot."""
+    """int32 [n, w], verification with state layers: `StateMetadata.out_slots`. A decode updates each state in its slot."""
 
 
 Shapes = StepFields[tuple[int, ...]]
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 _DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 6])
 _PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
-"""True for fields whose first dimension counts planes."""
+"""For each field, True if its first dimension counts planes."""
 _EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
 
 
 def _spans(shapes: Shapes) -> Iterator[tuple[slice, torch.dtype, int, int, tuple[int, ...]]]:
-    """Yield for each field: its span of the buffer in int32 elements, dtype, number of planes, their stride, and shape."""
+    """Yield for each field: span in the buffer in int32 elements, dtype, number of planes, stride of the planes, and shape."""
     end = 0
     for dtype, planes, shape in zip(_DTYPES, _PLANES, shapes, strict=True):
         count = shape[0] if planes else 1
@@ -131,16 +131,16 @@ def _aligned(count: int) -> int:
 
 
 class HostInputs:
-    """Host memory from which a step's inputs are sent, as arrays of one layout at a time."""
+    """Host memory from which a step's inputs are sent, as arrays in one layout at a time."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
         self._shapes: Shapes | None = None
         self._layouts: dict[Shapes, tuple[StepFields[Tensor], StepFields[NDArray[Any]], Tensor]] = {}
-        """Fields, arrays and the part to send, per layout so far: making them takes longer than filling them."""
+        """Layout -> fields, arrays and the part to send. Cached because making them takes longer than filling them."""
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Lay the memory out as arrays of these shapes, unless it is already."""
+        """Lay the memory out as arrays of these shapes, if it is not already."""
         if self._shapes == shapes:
             return
         self._shapes = shapes
@@ -152,7 +152,7 @@ class HostInputs:
 
 
 class StaticInputs:
-    """One device buffer for the inputs of a kind's graphs, and two pinned ones: one is sent while the other is filled."""
+    """One device buffer for the inputs of one kind of graph, and two pinned host buffers: one is sent, the other filled."""
 
     def __init__(self, step: ModelStep, shapes: Iterable[Shapes]) -> None:
         device, length = step.newest.device, max(map(_length, shapes))
@@ -162,7 +162,7 @@ class StaticInputs:
         self._step = step
 
     def fields(self, shapes: Shapes) -> StepFields[Tensor]:
-        """Return the fields of the device buffer."""
+        """Return the fields of the device buffer in this layout."""
         return _views(self.buffer, shapes)
 
     def _next(self, shapes: Shapes) -> HostInputs:
@@ -273,7 +273,7 @@ class PrefillInputs(StaticInputs):
 
 
 def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
-    """Return the layout of a verification by `size` sequences of `width` query tokens each."""
+    """Return the layout of a verification of `size` sequences with `width` query tokens each."""
     return decode_shapes(step, size, width)._replace(
         ids=(size, width),
         recomputed=(size,),
@@ -285,8 +285,8 @@ def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
 class VerifyInputs(StaticInputs):
     """Inputs of steps that verify drafts.
 
-    A sequence with fewer query tokens than the layout's width is filled up *before* its new tokens: cached tokens are recomputed,
-    written nowhere and never read. So lengths stay exact, no position is past a sequence's end, and no key outside the sequence
+    A sequence with fewer query tokens than the layout's width is padded *before* its new tokens: cached tokens are recomputed,
+    and the results are neither stored nor read. So lengths stay exact, no position is past a sequence's end, and no foreign key
     is read. A sequence needs at least as many tokens as the width. Layers with a state skip the recomputed tokens:
     `StateMetadata.recomputed`.
     """

@@ -68,7 +68,7 @@ def sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int
 
 
 def drafts_by_row(step: StepInput) -> dict[int, list[int]]:
-    """Return the draft tokens that a step verifies, by row."""
+    """Return row -> draft tokens of the row that a step verifies."""
     ends, counts = numpy.cumsum(step.query_lens), step.num_draft_tokens
     return {
         int(step.rows[index]): step.token_ids[ends[index] - counts[index] : ends[index]].tolist()
@@ -79,33 +79,33 @@ def drafts_by_row(step: StepInput) -> dict[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The sampled tokens of a step on the device, with related facts."""
+    """The sampled tokens of a step on the device, and how they were chosen."""
 
     tokens: Tensor
     """int64 [rows of logits]: the sampled tokens."""
     after_model: tuple[str, ...] = ()
-    """Parameters of some rows that were applied after the model, kernel by kernel."""
+    """Request parameters that were applied after the model, kernel by kernel, for some rows."""
     waited_for: tuple[str, ...] = ()
-    """Parameters of some rows that need the previous step's tokens on the host."""
+    """Request parameters that needed the previous step's tokens on the host, for some rows."""
     wait_seconds: float = 0.0
-    """Seconds that the host waited for the previous step's tokens."""
+    """Seconds for which the host waited for the previous step's tokens."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Error of a sequence, by its row of logits."""
+    """Error text of a sequence, keyed by its row of logits."""
     scores: Scores | None = None
-    """Log-probabilities of the rows that request them."""
+    """Log-probabilities of the rows whose requests ask for them. None if there are no such rows."""
     scored: Sequence[tuple[int, int]] = ()
-    """For each scored row: its row of logits, and the requested number of most likely tokens."""
+    """For each scored row: index of the row of logits, and requested number of most likely tokens."""
 
 
 class TokenSampler:
-    """Sampler with the parameters of each row.
+    """Sampler that applies each row's sampling parameters.
 
-    What depends only on a row's parameters and on tokens that the device knows is computed there, so that a step is launched
+    Work that depends only on a row's parameters and on tokens known to the device is done on the device, so a step is launched
     before the previous one is read. A grammar or a logits processor must see the previous token: the host waits for it between
     the launch of the model and that of the sampler, while the device computes the model.
 
-    With several ranks, each samples from the same numbers: seeds and positions are equal, and `vocabulary` gathers the rank's
-    shard of the logits. Grammars and logits processors run only on rank 0; in steps that need them, the other ranks use its
+    With several ranks, every rank samples from the same values: seeds and positions are equal, and `vocabulary` gathers the
+    shards of the logits. Grammars and logits processors run only on rank 0. In steps that need them, other ranks use rank 0's
     tokens.
     """
 
@@ -119,7 +119,7 @@ class TokenSampler:
         ranks: Ranks = ONE_RANK,
     ) -> None:
         self.vocabulary = vocabulary_of(ops, vocab_size, ranks)
-        """Samples from the logits that the model computes."""
+        """Object that samples from the logits that the model computes."""
         self._vocab_size = vocab_size
         self._device = device
         self._hosts = hosts or HostRows(None, {})
@@ -129,7 +129,7 @@ class TokenSampler:
         self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
         self._needs = numpy.zeros(max_num_seqs, dtype=numpy.int32)
         self._filters = numpy.tile(numpy.array(NO_FILTER, dtype=numpy.float32)[:, None], max_num_seqs)
-        """float32 [4, max_num_seqs]: a `TokenFilter` for each row that filters."""
+        """float32 [4, max_num_seqs]: `TokenFilter` values of each row, NO_FILTER for rows that do not filter."""
         self._served = 0 if ops.filter is None else FILTERING  # Needs that are met without changing logits
         self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)  # Prompt length plus min_tokens
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
@@ -140,7 +140,7 @@ class TokenSampler:
         return self._ranks.rank > 0
 
     def update(self, started: Sequence[StartedRow]) -> None:
-        """Set up rows for sequences that begin. One with unusable parameters fails with its first token; the others continue."""
+        """Set up rows for sequences that begin. A sequence with unusable parameters fails at its first token."""
         for each in started:
             try:
                 self._start(each)
@@ -165,7 +165,7 @@ class TokenSampler:
             self._hosts.start(each, bool(need & ON_HOST))
 
     def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
-        """Return the draws for a graph at these positions. A row whose logits change later is greedy there, at lower cost."""
+        """Return the draws for a graph at these positions. A row whose logits change after the graph is greedy, at lower cost."""
         scales, filters = self._scales[rows], None
         needs = self._needs_at(rows, positions)
         if needs.any():
@@ -179,11 +179,11 @@ class TokenSampler:
         return Draws(scales, self._keys(rows, positions) if drawn else numpy.zeros(len(rows), dtype=numpy.int64), filters)
 
     def plain(self, rows: NDArray[numpy.int32]) -> bool:
-        """Return whether these rows need only a draw from their logits."""
+        """Return whether tokens of these rows are only drawn from the logits, without any other processing."""
         return not (self._needs[rows] & ~self._served).any()
 
     def _needs_at(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
-        """Return the needs of rows for the tokens at these positions."""
+        """Return the needs (see `row_needs`) of rows for the tokens at these positions."""
         needs = self._needs[rows]
         if needs.any():
             needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
@@ -193,7 +193,7 @@ class TokenSampler:
         return keys_of(self._seeds[rows], positions).view(numpy.int64)
 
     def note_drafts(self, step: StepInput) -> None:
-        """Record a step's drafts for rows whose penalties or bad words count them; rejected drafts are overwritten later."""
+        """Record a step's drafts for rows whose penalties or bad words depend on them. Rejected drafts are overwritten later."""
         ends = numpy.cumsum(step.query_lens)
         for index in numpy.flatnonzero(step.num_draft_tokens):
             row, count = int(step.rows[index]), int(step.num_draft_tokens[index])
@@ -213,7 +213,7 @@ class TokenSampler:
     ) -> Chosen:
         """Choose a token for each row of logits, [rows, vocab_size] or a rank's shard of it.
         rows, positions: the row of each sequence, and the position of the new token in it. best: tokens that a graph has chosen,
-        with `draws` if drawn, else greedily. drafts: drafts to verify, by row; such a row appears several times in the logits."""
+        with `draws` if drawn, else greedily. drafts: row -> drafts to verify; such a row appears several times in the logits."""
         needs = self._needs_at(rows, positions) & ~self._served
         tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best=best)
         if not needs.any():
@@ -244,7 +244,7 @@ class TokenSampler:
         )
 
     def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
-        """Return the changed logits, the seconds that the host waited, and errors by row."""
+        """Return the changed logits, the seconds for which the host waited, and error texts by row of logits."""
         hosted = shaped.having(ON_HOST)
         if not len(hosted) or self._follows:
             return self._shaper.shape(logits, shaped, None, None), 0.0, {}
@@ -304,7 +304,7 @@ _AT_ONCE = 64  # Tokens whose logits are in memory together: a long prompt's wou
 
 
 class PromptScorer:
-    """Scores prompt tokens, for rows that request log-probabilities of them."""
+    """Scores prompt tokens, for rows whose requests ask for the log-probabilities of the prompt."""
 
     def __init__(self, model: Model, vocabulary: Vocabulary, device: torch.device) -> None:
         self._model = model
@@ -338,7 +338,7 @@ class PromptScorer:
         return parts
 
     def score(self, step: StepInput, hidden: Tensor) -> list[PromptScores]:
-        """Score the parts of prompts in a step. hidden: [num_tokens, hidden_size], of all tokens of the step."""
+        """Score the parts of prompts in a step. hidden: [num_tokens, hidden_size]: hidden states of all tokens of the step."""
         found = []
         for index, start, position, count in self._parts(step) if self._prompts else ():
             prompt, k = self._prompts[int(step.rows[index])]

@@ -1,4 +1,4 @@
-"""Warm-up: runs every kind of step once before the first request, so that no request waits for a compiler."""
+"""Warm-up: runs every kind of step once before the first request, so that no request waits for compilation."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _CONTEXT = 32  # Cached tokens per sequence in a whole step, where the choice of
 
 
 class WarmUp:
-    """Runs warm-up steps along the engine's path: whole steps for the model and the sampler, and attention of one layer of each
-    kind for all shapes by which its backends choose kernels.
+    """Runs warm-up steps through the engine's code: whole steps for the model and the sampler, and attention of one layer of each
+    kind for all shapes at which the kind's backends choose different kernels.
 
     All sequences share the first pages of the pool, which must be empty; `run` leaves zeros in them.
     """
@@ -75,7 +75,7 @@ class WarmUp:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Run all steps once, and wait for them. Backends that raise are logged; their next such step will raise again."""
+        """Run all steps once, and wait for them. Errors of backends are logged; a request's step would raise the error again."""
         self._in_flight = None
         one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
         for spec in one_of.values():  # kernels are compiled per kind of layer; first, since attention kernels take longest
@@ -97,7 +97,7 @@ class WarmUp:
                     logical[: pages * group.page_stride].zero_()
 
     def _steps(self) -> Iterator[StepInput]:
-        """Yield prompts of all token counts by which kernels are chosen, then decodes, mixed steps and verifications."""
+        """Yield prompts for all token counts at which kernels change, then decodes, mixed steps and verifications."""
         limits = self._limits
         small = min(limits.max_num_tokens, _SMALL)
         numbers = {*powers(small), *(3 * 2**n for n in range(32) if 3 * 2**n <= small), limits.max_num_tokens}
@@ -121,7 +121,7 @@ class WarmUp:
                 yield self._step([width] * num_seqs, [context] * num_seqs, num_drafts=width - 1)
 
     def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0, num_drafts: int = 0) -> StepInput:
-        """Return a step of token 0 only. first: index in `_SAMPLED` for its first sequence. num_drafts: drafts per sequence."""
+        """Return a step of only token 0. first: index in `_SAMPLED` for the first sequence. num_drafts: drafts per sequence."""
         rows = numpy.arange(len(query_lens), dtype=numpy.int32)
         ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
         return StepInput(
@@ -143,7 +143,7 @@ class WarmUp:
         )
 
     def _attend(self, spec: AttentionSpec) -> None:
-        """Run attention of one layer of a kind, with each backend that auto may choose in each phase."""
+        """Run attention of one layer of this spec's kind, with each backend that auto may choose in each phase."""
         layer = self._attention.specs.index(spec)
         q, k, v = self.layer_inputs(layer)
         group = next(group for group in self._groups if layer in group.layers)
@@ -161,7 +161,7 @@ class WarmUp:
                             self._attend_once(layer, laid_out[key], backends, (q, k, v))
 
     def _run_states(self, states: LayersWithState) -> None:
-        """Run one layer of each kind with a state, for the steps by which its backends choose kernels."""
+        """Run one layer of each kind of state layer, in steps that reach all kernels of the backends."""
         for kind in states.kinds:
             layer = states.first_of(kind)
             x, *gates = self.state_inputs(layer)
@@ -177,7 +177,7 @@ class WarmUp:
                         self._note(f"states in {phase}", error)
 
     def _steps_of(self, spec: AttentionSpec, phase: Phase, backends: Backends) -> Iterator[Sequence[Lengths]]:
-        """Yield the steps by which the backends of a phase choose kernels. spec: spec of a layer's cache."""
+        """Yield steps that reach all kernels of a phase's backends. spec: spec of a layer's cache."""
         yield from backends[self._attention.layers.in_phase(spec, phase)].warmup_steps(phase, self._limits)
         if phase is Phase.EXTEND and spec in self._selector.gathering:
             yield from self._selector.gathering[spec].warmup_steps(phase, self._limits)
@@ -205,7 +205,7 @@ class WarmUp:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
 
     def _launch(self, step: StepInput) -> None:
-        """Launch a step and wait for the previous one, as the loop does, because graphs have memory for the inputs of two."""
+        """Launch a step and wait for the previous one, as the engine loop does: graphs have input memory for only two steps."""
         try:
             launched = self._runner.launch(step)
             if self._in_flight is not None:
@@ -225,7 +225,7 @@ class WarmUp:
             torch.cuda.empty_cache()
 
     def layer_inputs(self, wanted: int) -> list[Tensor]:
-        """Return q, k and v of a layer for the largest step: zeros, with the strides that the model uses."""
+        """Return zero tensors for q, k and v of a layer in the largest step, with the strides that the model uses."""
         seen: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class WarmUp:
         return self._lengthened(seen)
 
     def state_inputs(self, wanted: int) -> list[Tensor]:
-        """Return the input and gates of a layer with a state for the largest step: zeros, with the model's strides."""
+        """Return zero tensors for the input and gates of a state layer in the largest step, with the model's strides."""
         seen: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class WarmUp:
         return self._lengthened(seen)
 
     def _lengthened(self, seen: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors lengthened to the largest step; views of one allocation share memory as before."""
+        """Return the tensors lengthened to the largest step. Views of one allocation still share memory."""
         memory: dict[int, Tensor] = {}
         found = []
         for tensor in seen:
@@ -273,5 +273,5 @@ class WarmUp:
         return found
 
     def _pages(self, length: int, group: CacheGroup) -> list[int]:
-        """Return the first pages of the pool; they repeat if the pool has fewer than a whole sequence would fill."""
+        """Return the first pages of the pool, repeated if the pool has fewer pages than the sequence needs."""
         return [page % self._num_pages for page in range(-(-length // group.page_size))]

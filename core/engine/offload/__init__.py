@@ -1,1 +1,1 @@
-"""Memory beyond the pool: a tier in host memory, and one on disk."""
+"""KV cache offloading: a tier of cached pages in host memory, and one on disk."""

@@ -1,4 +1,4 @@
-"""Costs of offloading: seconds of copies over the host link, seconds of recomputing tokens, and lost pages."""
+"""Costs of offloading: time to copy over the host link, time to recompute tokens, and lost pages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LATENCY = 200e-6  # Seconds of delay in addition to the copy: the host sees the
 
 @dataclass(slots=True)
 class OffloadCosts:
-    """Estimates seconds of copies from link rates, and seconds of recomputing from measured times of prompt steps."""
+    """Estimates the time to copy from link rates, and the time to recompute from measured times of prompt steps."""
 
     rates: LinkRates
     page_bytes: int
     step_tokens: int
-    """Maximum number of tokens per step; a longer prompt takes several steps."""
+    """Maximum number of tokens per step. A longer prompt takes several steps."""
     state_bytes: int = 0
     _seconds: dict[int, float] = field(default_factory=dict)  # log2 of a step's prompt tokens, rounded -> seconds per token
 
     def note_step(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """Record the time of a step with this many prompt tokens and this many decodes."""
+        """Record the time of a step with these numbers of prompt tokens and decodes."""
         if num_prompt_tokens < max(_FEWEST, 4 * num_decodes):
             return
         octave, each = _octave(num_prompt_tokens), seconds / num_prompt_tokens
@@ -43,7 +43,7 @@ class OffloadCosts:
             self._seconds[octave] = mean + _RATE * (min(each, _OUTLIER * mean) - mean)
 
     def recompute(self, num_tokens: int) -> float | None:
-        """Return the seconds to compute this many prompt tokens, or None if no prompt step has been measured."""
+        """Return the time to compute this number of prompt tokens, in seconds, or None if no prompt step was measured."""
         if not self._seconds or num_tokens <= 0:
             return None if not self._seconds else 0.0
         wanted = _octave(min(num_tokens, self.step_tokens))
@@ -51,16 +51,16 @@ class OffloadCosts:
         return self._seconds[nearest] * num_tokens
 
     def bytes_of(self, names: Sequence[PageName]) -> int:
-        """Return the bytes of pages and states."""
+        """Return the total size of pages and states in bytes."""
         num_states = sum(group == STATES for group, _ in names)
         return num_states * self.state_bytes + (len(names) - num_states) * self.page_bytes
 
     def copy_out(self, names: Sequence[PageName]) -> float:
-        """Return the seconds to copy pages and states to the host."""
+        """Return the time to copy pages and states to the host, in seconds."""
         return self.bytes_of(names) / self.rates.out
 
     def copy_back(self, names: Sequence[PageName]) -> float:
-        """Return the seconds until pages and states that are copied back can be used."""
+        """Return the time until pages and states that are copied back can be used, in seconds."""
         return _LATENCY + self.bytes_of(names) / self.rates.back
 
 
@@ -69,10 +69,10 @@ def _octave(count: int) -> int:
 
 
 class PrefillTimer:
-    """Times steps for `OffloadCosts` on the host, from the later of launch and the previous step's end, to the step's end."""
+    """Measures step times for `OffloadCosts` on the host, from the launch or, if later, the previous step's end."""
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
-        """stats: counts every launched step. now: returns the time in seconds."""
+        """stats: counters that count every launched step. now: clock, in seconds."""
         self._costs = costs
         self._stats = stats
         self._now = now
@@ -81,7 +81,7 @@ class PrefillTimer:
         self._last = 0.0  # End time of the last step
 
     def launched(self, began: float) -> None:
-        """Note a step that has been launched and counted. began: start time of its launch."""
+        """Record a step that has been launched and counted. began: time when its launch began."""
         before = self._counted
         self._counted = (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
         self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
@@ -91,7 +91,7 @@ class PrefillTimer:
         self._launched.clear()
 
     def read(self) -> None:
-        """Note that the oldest step in flight has ended."""
+        """Record that the oldest step in flight has ended."""
         began, num_prompt_tokens, num_decodes = self._launched.popleft()
         now = self._now()
         self._costs.note_step(num_prompt_tokens, num_decodes, now - max(began, self._last))
@@ -106,7 +106,7 @@ class OffloadFailures:
         self._logged: set[str] = set()
 
     def count(self, what: str, num_pages: int, error: Exception | None = None) -> None:
-        """Count failed pages. what: kind of failure. error: its cause; the engine continues without the pages."""
+        """Count failed pages. what: kind of failure. error: cause of the failure. The engine continues without the pages."""
         self._counts[what] += num_pages
         if error is not None and what not in self._logged:
             self._logged.add(what)

@@ -1,4 +1,4 @@
-"""Pages on disk: which exist and which are to be written (`DiskTier`), and their files (`DiskStore`)."""
+"""Pages on disk: the names of existing pages and pages to write (`DiskTier`), and the files (`DiskStore`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DiskTier:
     """Names of the pages on disk, least recently used first. Every page that enters the host tier is also written to disk.
 
     A page is written once the steps that computed it have been read without an error; its slot is locked until then. A page that
-    cannot be written, or is damaged when read, is forgotten and counted.
+    cannot be written, or is found damaged, is forgotten and counted.
     """
 
     def __init__(self, mover: PageMover, tier: HostTiers, stats: EngineStats, failures: OffloadFailures) -> None:
@@ -46,7 +46,7 @@ class DiskTier:
         return name in self._names
 
     def is_abandoned(self, name: PageName) -> bool:
-        """Return whether a page is being read from disk without a sequence that waits for it."""
+        """Return whether a page is being read from disk although no sequence waits for it any more."""
         return name in self._abandoned
 
     def keep(self, page: StoredPage) -> None:
@@ -69,7 +69,7 @@ class DiskTier:
         self._tier.unlock(waiting)
 
     def fetch(self, pages: Sequence[StoredPage]) -> Pending[frozenset[PageName]]:
-        """Start reading pages into their slots, which stay locked until the read has ended. Raises what the mover raises."""
+        """Start reading pages into their slots, which stay locked until the read has ended. Errors of the mover are passed on."""
         names = [page.name for page in pages]
         pending = self._mover.fetch(pages)
         self._tier.lock(names)
@@ -80,13 +80,13 @@ class DiskTier:
         return pending
 
     def abandon(self, fetching: Pending[frozenset[PageName]]) -> None:
-        """Note that no sequence waits for the pages of a fetch any more."""
+        """Record that no sequence waits for the pages of a fetch any more."""
         for pending, names in self._fetching:
             if pending is fetching:
                 self._abandoned.update(names)
 
     def end_fetch(self, fetching: Pending[frozenset[PageName]]) -> frozenset[PageName]:
-        """End a fetch. Returns the pages that could not be read."""
+        """End a fetch. Returns the names of the pages that could not be read."""
         failed: list[PageName] = []
         for pending, names in list(self._fetching):
             if pending is fetching:
@@ -100,7 +100,7 @@ class DiskTier:
         return frozenset(failed)
 
     def flush(self, idle: bool) -> None:
-        """Write the pages whose steps have been read. idle: True if every step has been read."""
+        """Write the pages whose steps have been read without an error. idle: True if every step has been read."""
         for pending, names in list(self._storing):
             if pending.done():
                 self._storing.remove((pending, names))
@@ -125,7 +125,7 @@ class DiskTier:
         self._discard(surplus)
 
     def _result(self, pending: Pending[frozenset[PageName]], names: list[PageName], what: str) -> list[PageName]:
-        """Return the pages of a transfer that failed, and count them under `what`."""
+        """Return the names of a transfer's pages that failed, and count them under `what`."""
         error = None
         try:
             result = pending.result()
@@ -137,7 +137,7 @@ class DiskTier:
         return failed
 
     def _forget(self, names: list[PageName]) -> None:
-        """Forget pages that could not be written or read, and delete their files, which a later attempt may have written."""
+        """Forget pages that could not be written or read, and delete their files, which another attempt may have written."""
         for name in names:
             self._names.pop(name, None)
         self._discard(names)
@@ -161,7 +161,7 @@ class DiskTier:
         self._unwritten = []
 
     def empty(self) -> None:
-        """Delete every page."""
+        """Delete every page on disk."""
         names = list(self._names)
         self._names = OrderedDict()
         self._discard(names)
@@ -175,10 +175,10 @@ _NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.page")
 
 
 class DiskStore:
-    """A folder of page files per salt. Each file is written completely or not at all.
+    """Store of page files, in one folder per salt. Each file is written completely or not at all.
 
     A page is read only if its file was written for the same tokens by the same model. One thread does all work, in the order of
-    the calls. A file that cannot be written or read, or is invalid, costs only its page, and each kind of fault is logged once.
+    the calls. If a file cannot be written or read, or is invalid, only its page is lost. Each kind of fault is logged once.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class DiskStore:
         parts: Callable[[int], Sequence[memoryview]],
         wait_for_slot: Callable[[int], None],
     ) -> None:
-        """salt: digest of everything that gives a page its meaning. parts: returns a slot's memory.
+        """salt: digest of everything on which the meaning of a page's bytes depends. parts: returns a slot's memory.
         :raises ConfigError: if the folder is unusable."""
         self._folder = folder / salt
         self._parts = parts
@@ -203,7 +203,7 @@ class DiskStore:
         except OSError as error:
             raise ConfigError("kv_offload_dir", "a folder that can be written", f"{folder}: {error}") from error
         self.stored: list[PageName] = [_name_of(name) for _, name in sorted(found)]
-        """Pages in the folder, least recently used first."""
+        """Names of the pages in the folder, least recently used first."""
         self.max_stored = max((max_bytes - others) // (page_bytes + _HEADER.size), 1)
         self._thread = ThreadPoolExecutor(1, "headway-offload")
 
@@ -271,7 +271,7 @@ class DiskStore:
 
 
 def _make_folders(folder: Path, own: Path) -> None:
-    """Make the folder of all models and this model's private one. :raises OSError: if it fails, or another user owns it."""
+    """Make the folder of all models, and this model's private folder. :raises OSError: if this fails, or another user owns it."""
     if not folder.exists():
         make_private(folder)
     elif folder.stat().st_uid not in (os.geteuid(), 0):
@@ -298,7 +298,7 @@ def _name_of(file_name: str) -> PageName:
 
 
 def _trim(folder: Path, max_bytes: int, own: Path) -> int:
-    """Delete the least recently used pages of all models until the rest fits. Returns the bytes of pages outside `own`."""
+    """Delete the least recently used pages of all models until the rest fits. Returns the size of pages outside `own`."""
     found = [(path.stat(), path) for path in folder.glob("*/*.page") if _NAME.fullmatch(path.name)]
     total = sum(stat.st_size for stat, _ in found)
     others = sum(stat.st_size for stat, path in found if path.parent != own)

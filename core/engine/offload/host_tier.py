@@ -16,7 +16,7 @@ from headway.core.engine.data.page_mover import STATES, PageName
 class HostTier:
     """Maps names of pages, or of states, to slots, least recently used first. It never accesses the slots' bytes.
 
-    A name may be locked, with or without a slot. A locked page keeps its slot, because it is being copied, or belongs to a
+    A name may be locked, with or without a slot. A locked page is not evicted, because it is being copied or belongs to a
     preempted sequence.
     """
 
@@ -38,7 +38,7 @@ class HostTier:
 
     @property
     def num_unlocked(self) -> int:
-        """Number of slots left after reserving one for every locked name."""
+        """Number of slots that remain if one slot is reserved for every locked name."""
         return self.num_slots - len(self._locks) - sum(map(len, self._orphans.values()))
 
     def find(self, name: PageName) -> int | None:
@@ -49,7 +49,7 @@ class HostTier:
         return slot
 
     def put(self, name: PageName) -> int | None:
-        """Assign a slot to a name without one, evicting the least recently used name. Returns None if all are locked."""
+        """Assign a slot to a name without one, evicting the least recently used name. Returns None if all names are locked."""
         assert name not in self._slots
         if not self._free:
             oldest = next((held for held in self._slots if held not in self._locks), None)
@@ -87,7 +87,7 @@ class HostTier:
                 self._free += self._orphans.pop(name, ())
 
     def check_integrity(self, idle: bool) -> None:
-        """Assert that every slot is free or has one name. idle: True to assert too that no name is locked."""
+        """Assert that every slot is free or has one name. idle: True to also assert that no name is locked."""
         orphans = [slot for slots in self._orphans.values() for slot in slots]
         slots = sorted([*self._free, *self._slots.values(), *orphans])
         assert slots == list(range(self.num_slots)), "a slot leaked or has two names"
@@ -95,7 +95,7 @@ class HostTier:
 
 
 class HostTiers:
-    """The tiers of pages and of states, selected by the kind of a name."""
+    """One tier for pages and one for states, selected by the kind of a name."""
 
     def __init__(self, num_slots: int, num_state_slots: int = 0) -> None:
         self.pages = HostTier(num_slots)
@@ -108,7 +108,7 @@ class HostTiers:
         return len(self.pages) + len(self.states)
 
     def of(self, name: PageName) -> HostTier:
-        """Return the tier of a name."""
+        """Return the tier for names of this kind."""
         return self.states if name[0] == STATES else self.pages
 
     @property
@@ -117,7 +117,7 @@ class HostTiers:
         return self.pages.num_unlocked < 0 or self.states.num_unlocked < 0
 
     def have_room(self, names: Sequence[PageName]) -> bool:
-        """Return whether these names could be locked in addition to all locked ones."""
+        """Return whether these names could be locked in addition to all locked names."""
         pages, states = _by_kind(names)
         return len(pages) <= self.pages.num_unlocked and len(states) <= self.states.num_unlocked
 
@@ -169,7 +169,7 @@ class HostSlots:
     """Host memory with room for one page, or one state, per slot. Pinned if a GPU copies to it."""
 
     def __init__(self, memory: Sequence[Tensor], num_slots: int) -> None:
-        """memory: see `page_memory` and `StateMemory.views`. :raises ConfigError: if the host lacks this much memory."""
+        """memory: from `page_memory` or `StateMemory.views`. :raises ConfigError: if the host lacks this much memory."""
         self.num_slots = num_slots
         page_bytes = sum(view[:, 0].nbytes for view in memory)
         free = psutil.virtual_memory().available
@@ -208,7 +208,7 @@ class HostSlots:
         return [slabs[number][place].numpy().data.cast("B") for slabs in self._slabs]
 
     def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield runs of consecutive slots: number of the slab, first slot in it, first index into `slots`, and length."""
+        """Yield runs of consecutive slots: index of the slab, first slot in the slab, first index into `slots`, and length."""
         at = 0
         while at < len(slots):
             number, first = divmod(slots[at], self._per_slab)

@@ -1,4 +1,4 @@
-"""KV cache offloading: decides which pages and states are copied to host memory, and which are restored for a sequence."""
+"""KV cache offloading: decides which pages and states to copy to host memory, and which to restore for a sequence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Swapped(NamedTuple):
 
 
 class Offloader:
-    """Keeps copies of named pages in host memory, and optionally on disk, after the pool evicts them.
+    """Saves copies of named pages in host memory, and optionally on disk, before the pool overwrites them.
 
     A free page is *dirty* if it has a name and no copy. Dirty pages are copied out, least recently freed first, once fewer than
     `lookahead` pages could be allocated without loss, so that a step seldom waits for a copy. A dirty page that is allocated
@@ -39,7 +39,7 @@ class Offloader:
     restored. A preempted sequence is *swapped* in the same way: its pages stay in the pool until they are needed, are then copied
     out, locked, and restored. Only the tokens of a partial last page are recomputed.
 
-    If layers keep states, a prefix is restored together with the state at its end, a checkpoint, which is copied out when the
+    With state layers, a prefix is restored together with the state at its end, a checkpoint, which is copied out when the
     device evicts it. The state of a preempted sequence cannot be rewound to the end of a page. It is copied out at once, as is
     the last page, and the sequence continues from that state.
     """
@@ -54,12 +54,12 @@ class Offloader:
         lookahead: int,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """mode: preemption mode AUTO, RECOMPUTE or SWAP. lookahead: maximum number of pages per step. now: returns seconds."""
+        """mode: preemption mode AUTO, RECOMPUTE or SWAP. lookahead: maximum number of pages per step. now: clock, in seconds."""
         self._blocks = blocks
         self._mover = mover
         self._stats = stats
         self.costs = costs
-        """Estimates by which copying and recomputing are compared."""
+        """Estimates used to compare copying with recomputing."""
         self.timer = PrefillTimer(costs, stats, now)
         """Timer that must be notified of every step."""
         self.tier = HostTiers(mover.num_slots, mover.num_state_slots)
@@ -69,10 +69,10 @@ class Offloader:
         self._lookahead = blocks.num_pages if mover.max_stored else lookahead
         self._dirty: OrderedDict[int, int] = OrderedDict()  # Free pages to copy out, in the order freed -> cache group
         self._out: dict[PageName, tuple[int, int]] = {}
-        """Copies to make before the next step: (page of the pool or slot of the device, slot of the tier)."""
+        """Copies to make before the next step: name -> (page of the pool or state slot of the device, slot of the host tier)."""
         self._copying: list[tuple[Pending[object], list[PageName]]] = []  # Pending copies into slots of the tier
         self.restores = PendingRestores(blocks, self.tier, self._disk, stats, self._failures)
-        """Sequences that wait for pages outside the scheduler's queues."""
+        """Sequences that wait, outside the scheduler's queues, for their pages to be restored."""
         self._swapped: dict[Sequence, _Swapped] = {}
         blocks.keeper = self
         if blocks.checkpoints is not None:
@@ -94,7 +94,7 @@ class Offloader:
             self._mark_to_store(page, group)
 
     def forgotten(self, everywhere: bool) -> None:
-        """Forget every content; see `PageKeeper`. Pages on disk may stay: their steps were read without an error."""
+        """Forget all contents; see `PageKeeper`. Pages on disk may stay, because their steps were read without an error."""
         self.restores.cancel_all()
         self._dirty.clear()
         self._out = {}
@@ -106,7 +106,7 @@ class Offloader:
     # Calls of the scheduler.
 
     def preempt(self, seq: Sequence) -> str:
-        """Release the pages of a sequence to preempt. Returns how its tokens will be restored, SWAP or RECOMPUTE."""
+        """Release the pages of a sequence to preempt. Returns the method to restore its tokens: SWAP or RECOMPUTE."""
         length = self._length_to_swap(seq)
         names = self._names(seq, length)
         held = [page for table in seq.tables for page in table.held]
@@ -124,7 +124,7 @@ class Offloader:
         return kind
 
     def restore(self, seq: Sequence) -> bool:
-        """Start restoring the prefix of the next queued sequence, which holds no pages. Returns False if it need not wait."""
+        """Start restoring the prefix of the next queued sequence, which has no pages. Returns False if it need not wait."""
         if seq.tables or not (self.tier or self._disk) or seq.computes_whole_prompt or seq in self.restores.failed:
             return False
         if self._mode == RECOMPUTE and seq.num_preemptions:
@@ -155,7 +155,7 @@ class Offloader:
             self.started(seq)
 
     def started(self, seq: Sequence) -> None:
-        """Unlock the pages of a sequence that runs now or has ended."""
+        """Unlock the pages of a sequence that has started to run or has ended."""
         swapped = self._swapped.pop(seq, None)
         if swapped is not None:
             self.tier.unlock(swapped.names)
@@ -164,7 +164,7 @@ class Offloader:
     # Calls of the loop.
 
     def flush(self, idle: bool = False, wait: bool = False) -> None:
-        """Start the copies that are due before the next step.
+        """Start the copies that must precede the next step.
         idle: True if no step is left to read. wait: True to wait for pages being restored."""
         ready = self._blocks.num_free - len(self._dirty)
         if ready < self._lookahead:  # enough for some steps: one move of many pages costs the host less than many moves
@@ -223,7 +223,7 @@ class Offloader:
         return sum(self._blocks.groups[number].blocks_per_page for number, _ in names if number != STATES)
 
     def _length_to_swap(self, seq: Sequence) -> int:
-        """Return the number of tokens that a swapped sequence keeps. 0 if it cannot be swapped."""
+        """Return the number of tokens that need not be recomputed if the sequence is swapped, or 0 if it cannot be swapped."""
         if self._blocks.checkpoints is None:
             whole = math.lcm(*(group.page_size for group in self._blocks.groups))
             return seq.num_known // whole * whole
@@ -232,7 +232,7 @@ class Offloader:
         return seq.num_computed if stands and seq.restored_from is None and seq.row is not None else 0
 
     def _swapped_length(self, seq: Sequence) -> int:
-        """Return the number of tokens that a swapped sequence can restore with its state. 0 if it has none, or a part is lost."""
+        """Return the number of tokens to restore with a swapped sequence's state. 0 without a state, or if a part is lost."""
         swapped = self._swapped.get(seq)
         if swapped is None or self._blocks.checkpoints is None:
             return 0
@@ -290,7 +290,7 @@ class Offloader:
             self._disk.keep(StoredPage((group, digest), index.tokens_of(page), slot))
 
     def _put(self, name: PageName, page: int) -> int | None:
-        """Copy a page, or the state in a slot, out before the next step. Returns the tier's slot, or None without a new copy."""
+        """Copy a page, or a slot's state, out before the next step. Returns the host tier's slot, or None if no copy is made."""
         if name in self.tier:
             return None
         slot = self.tier.put(name)

@@ -40,7 +40,7 @@ def _state_of(event: torch.cuda.Event) -> _State:
 
 
 class CopyInFlight:
-    """Copies that have begun; see `Pending`."""
+    """Copies that have begun, as a `Pending` result."""
 
     def __init__(self, *events: torch.cuda.Event | None) -> None:
         self._events = [event for event in events if event is not None]
@@ -62,7 +62,7 @@ class _Copied(NamedTuple):
 
 
 class CopyEvents:
-    """Events of pending copies, by the pages and slots that they touch."""
+    """Events of pending copies, keyed by the pages and slots that the copies read or write."""
 
     def __init__(self) -> None:
         self._in_flight: deque[_Copied] = deque()
@@ -70,17 +70,17 @@ class CopyEvents:
         self._of_slot: dict[int, torch.cuda.Event] = {}
 
     def add(self, event: torch.cuda.Event, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Record copies between these pages and slots, which are complete once the event has occurred."""
+        """Record copies between these pages and slots, which are complete when the event has occurred."""
         self._in_flight.append(_Copied(event, pages, slots))
         self._of_page.update(dict.fromkeys(pages, event))
         self._of_slot.update(dict.fromkeys(slots, event))
 
     def of_pages(self, pages: Iterable[int]) -> list[torch.cuda.Event]:
-        """Return the events of the last copies that touch these pages, each once."""
+        """Return the events of the last copies from or to these pages, without duplicates."""
         return _distinct(map(self._of_page.get, pages)) if self._of_page else []
 
     def of_copies(self, pages: Iterable[int], slots: Iterable[int]) -> list[torch.cuda.Event]:
-        """Return the events of the last copies that touch these pages or slots, each once."""
+        """Return the events of the last copies from or to these pages or slots, without duplicates."""
         return _distinct([*map(self._of_page.get, pages), *map(self._of_slot.get, slots)])
 
     def wait_for_slot(self, slot: int) -> None:
@@ -90,7 +90,7 @@ class CopyEvents:
             event.synchronize()
 
     def forget_done(self) -> None:
-        """Forget finished copies. A failed one stays recorded for its slots, until its error has been raised."""
+        """Forget finished copies. A failed copy stays recorded for its slots until its error has been raised."""
         for _ in range(len(self._in_flight)):
             copied = self._in_flight.popleft()
             state = _state_of(copied.event)
@@ -173,7 +173,7 @@ class Transfers:
         return event
 
     def measure(self) -> LinkRates:
-        """Measure the link by copying pages out and back unchanged, twice, because the first time is slower."""
+        """Measure the link by copying pages out and back unchanged. This is done twice, because the first time is slower."""
         moves = [(number, number) for number in range(self._chunk)]
         seconds = [0.0, 0.0]
         for _ in range(2):
@@ -208,12 +208,12 @@ _VERSION = 1  # Format version of a page's bytes on disk
 
 
 class PageCopier:
-    """Saves pages and states in host memory, and in a folder if the options name one; see `PageMover`."""
+    """`PageMover` that saves pages and states in host memory, and in a folder if the options name one."""
 
     def __init__(
         self, caches: Sequence[LayerCache], size: PoolSize, states: StateMemory | None, config: EngineConfig, weights: str
     ) -> None:
-        """states: state memory, or None. weights: digest of the model's weights, for a folder.
+        """states: state memory, or None. weights: digest of the model's weights, which names the folder.
         :raises ConfigError: if the cache's blocks are not contiguous, or the host has too little memory."""
         scattered = {cache.layout.name for cache in caches if not cache.layout.contiguous_blocks}
         if scattered:
@@ -248,7 +248,7 @@ class PageCopier:
         self.max_stored = self._disk.max_stored if self._disk is not None else 0
 
     def before(self, step: StepInput) -> None:
-        """Make a step wait for its copies; see `Transfers.before`. Must be called before the step is launched."""
+        """Make a step wait for the copies of its pages; see `Transfers.before`. Must be called before the step is launched."""
         if step.new_pages:
             self._transfers.before(page for new in step.new_pages for page in new.pages)
         if self._states is not None and self._state_slots is not None and (step.started or len(step.checkpoints)):
@@ -278,7 +278,7 @@ class PageCopier:
 
 
 def _shares(num_bytes: int, size: PoolSize, states: StateSlots | None) -> tuple[int, int]:
-    """Divide host memory among pages and states in the device's ratio. :raises ConfigError: if one of each does not fit."""
+    """Divide host memory among pages and states in the device's ratio. :raises ConfigError: if not even one of each fits."""
     page_bytes = size.page_format.page_bytes
     if states is None:
         if num_bytes < page_bytes:
@@ -304,7 +304,7 @@ def _transfers_of(states: StateMemory, num_slots: int) -> Transfers:
 
 
 def _salt(caches: Sequence[LayerCache], size: PoolSize, weights: str) -> str:
-    """Return a digest of everything that gives a page's bytes their meaning."""
+    """Return a digest of everything on which the meaning of a page's bytes depends."""
     layers = [
         (
             sorted(cache.layout.tensors.items()),

@@ -18,27 +18,27 @@ from headway.core.engine.offload.host_tier import HostTiers
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """A sequence whose pages are being restored; its tables hold all of them."""
+    """A sequence whose pages are being restored. The sequence's tables list all of these pages."""
 
     seq: Sequence
     length: int
-    """Number of tokens that its pages will hold."""
+    """Number of tokens that the pages will contain."""
     spared: int
-    """Number of those tokens that the pool did not hold."""
+    """Number of these tokens that were not in the pool, and so need not be recomputed."""
     moves: list[tuple[int, int]]
     """(slot of the host tier, page of the pool) for each restored page."""
     states: list[tuple[int, int]]
-    """(slot of the host tier, slot of the device) for the state, if one is restored."""
+    """(slot of the host tier, state slot of the device) for the state, if one is restored."""
     names: list[PageName]
     """Names of the restored pages and state, locked until the restore ends."""
     to_fetch: list[StoredPage]
-    """Pages to read from disk. Read after the step's copies, because such a copy may still target the same slot."""
+    """Pages to read from disk, after the step's copies, because such a copy may still write the same slot."""
     fetching: Pending[frozenset[PageName]] | None = None
     """The pending disk read, if any."""
     moving: Pending[object] | None = None
     """The pending copies from host memory, which begin after the disk read."""
     followers: list[Sequence] = field(default_factory=list)
-    """Waiting sequences that need some of these pages, and hold none."""
+    """Waiting sequences that need some of these pages and have no pages."""
 
 
 class PendingRestores:
@@ -55,21 +55,21 @@ class PendingRestores:
         self._restores: list[Restore] = []
         self._returned: list[Sequence] = []  # Sequences that have stopped waiting since the last `take_returned`
         self.failed: set[Sequence] = set()
-        """Sequences whose restore failed; they are recomputed, and leave the set when they run."""
+        """Sequences whose restore failed. They are recomputed, and leave the set when they run."""
 
     @property
     def pending(self) -> bool:
-        """True if a sequence is here that is not in the scheduler's queues."""
+        """True if any sequence waits here, outside the scheduler's queues."""
         return bool(self._restores or self._returned)
 
     @property
     def holders(self) -> list[Sequence]:
-        """Sequences that hold pages whose content is being restored."""
+        """Sequences that have pages whose content is being restored."""
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if there is no room.
-        spared: number of tokens, see Restore."""
+        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if pages or slots are lacking.
+        spared: see `Restore.spared`."""
         saved = self._blocks.checkpoints
         if saved is not None and not saved.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
@@ -101,7 +101,7 @@ class PendingRestores:
         return coming is not None
 
     def move(self, mover: PageMover) -> list[PageName]:
-        """Start copying back what is in host memory. Returns the names."""
+        """Start copying back the pages and states that are in host memory. Returns their names."""
         begun = [each for each in self._restores if not each.to_fetch and each.fetching is None and each.moving is None]
         if not begun:
             return []
@@ -156,7 +156,7 @@ class PendingRestores:
         self._end(restore)
 
     def take_returned(self) -> list[Sequence]:
-        """Return the sequences that have stopped waiting, with restored pages, or with none after a failure."""
+        """Return the sequences that have stopped waiting, with restored pages or, after a failure, without pages."""
         returned = self._returned
         self._returned = []
         return returned
@@ -203,7 +203,7 @@ class PendingRestores:
         return slot
 
     def _fail(self, restore: Restore, what: str, num_pages: int, error: Exception) -> None:
-        """End a restore whose copies failed and would fail again."""
+        """End a restore whose copies failed and would fail again if retried."""
         self._failures.count(what, num_pages, error)
         self.failed.add(restore.seq)
         self._release(restore)

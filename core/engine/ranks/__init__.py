@@ -1,1 +1,1 @@
-"""Ranks of one engine: their messages, the leading executor, and the loop of a following rank."""
+"""Ranks of one engine: messages, the executor of rank 0, and the loop of the other ranks."""

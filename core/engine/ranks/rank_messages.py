@@ -1,4 +1,4 @@
-"""Messages between ranks: start, joining, and steps encoded as bytes."""
+"""Messages between ranks: messages of the start, and steps encoded as bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ELSEWHERE: Final = "rank 0 has it"  # Replaces logits processors, which only ra
 
 
 def encode(step: StepInput) -> bytes:
-    """Encode a step's input as bytes. A decode of 64 sequences takes about 600."""
+    """Encode a step's input as bytes. A decode of 64 sequences takes about 600 bytes."""
     rows = step.started or step.copies or step.restored or len(step.checkpoints) or not step.samples.all() or step.embedded
     if not step.continues or rows or step.shows_logits or step.adapters is not None or step.adapter_loads:
         return bytes((_PICKLED,)) + pickle.dumps(_portable(step), pickle.HIGHEST_PROTOCOL)
@@ -41,7 +41,7 @@ def encode(step: StepInput) -> bytes:
 
 
 def decode(message: bytes) -> StepInput:
-    """Decode the bytes of `encode` into a step's input."""
+    """Decode the result of `encode` into a step's input."""
     if message[0] == _PICKLED:
         step: StepInput = pickle.loads(memoryview(message)[1:])
         return step
@@ -79,22 +79,22 @@ class RankStart(NamedTuple):
     ranks: TorchRanks
     device: str
     choices: Callable[[], Any]
-    """Waits for rank 0's choices for all ranks, and returns them."""
+    """Function that waits for rank 0's choices for all ranks, and returns them."""
 
 
 MakeRank = Callable[[RankStart], "LocalExecutor"]
-"""Loads a rank's shard of the model and makes its executor."""
+"""Function that loads a rank's shard of the model and makes the rank's executor."""
 
 
 class StartRank(NamedTuple):
     """Rank 0's first message."""
 
     make: bytes
-    """A separately pickled `MakeRank`: one that cannot be unpickled leaves the message readable."""
+    """`MakeRank`, pickled separately so that the message can be read even if the `MakeRank` cannot be unpickled."""
     rank: int
     ring: RingSize
     port: int
-    """Port of rank 0's store."""
+    """TCP port of rank 0's store."""
     device: str
     num_threads: int | None
     """Number of torch threads. None means torch's default."""
@@ -119,11 +119,11 @@ class RankReady(NamedTuple):
 
 
 class RankFailed(NamedTuple):
-    """Message that the rank has raised an error, and ends."""
+    """Message that the rank has raised an error and will exit."""
 
     text: str
     of_another: bool
-    """True if the error is a failed collective call, which usually means that another rank is gone."""
+    """True if the error is a failed collective call, which usually means that another rank has exited."""
     traceback: str
 
 

@@ -43,7 +43,7 @@ _AT_START: Final = "at its start"
 
 
 class RankProcess(NamedTuple):
-    """Process of one rank."""
+    """Process of one rank, and the connections to it."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -59,7 +59,7 @@ class _Fault(NamedTuple):
 
 
 class RankWatch:
-    """Watchdog that receives the ranks' messages and checks their heartbeats, in threads, until it is stopped or one is lost."""
+    """Watchdog threads that receive the ranks' messages and check the heartbeats, until stopped or until a rank is lost."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         """ranks: all except rank 0. own: rank 0's heartbeat and progress."""
@@ -73,16 +73,16 @@ class RankWatch:
         self._ended = False
         self._callbacks: list[Callable[[ExecutorLostError], None]] = []
         self.abort: Callable[[], None] | None = None
-        """Makes rank 0's waiting collective calls fail."""
+        """Function that makes rank 0's waiting collective calls fail. None before the group is made."""
         self.ready = False
-        """True once the ranks wait for steps; from then on rank 0 and the others should never be far apart for long."""
+        """True once the ranks wait for steps. From then on, no rank should stay far behind rank 0 for long."""
         for each in ranks:
             Thread(target=self._listen, args=(each,), name=f"headway-rank-{each.rank}", daemon=True).start()
         Thread(target=self._watch, name="headway-ranks", daemon=True).start()
 
     @property
     def lost(self) -> ExecutorLostError | None:
-        """Error why no step can run any more. None while all ranks live. A new object each time, so that it holds no frames."""
+        """Error that says why no further step can run, or None while all ranks live. Each access makes a new object."""
         return None if self._lost is None else ExecutorLostError(self._lost)
 
     def next_message(self) -> tuple[int, Any]:
@@ -95,8 +95,8 @@ class RankWatch:
     def unless_lost(self, meet: Callable[[], Result]) -> Result:
         """Return the result of a collective call during the start.
 
-        The call runs in its own thread, which is abandoned if a rank is lost: until the group is made, nothing can end a
-        library's wait for a process that is gone.
+        The call runs in its own thread, which is abandoned if a rank is lost: until the group is made, nothing can interrupt a
+        library's wait for a process that has exited.
         :raises ExecutorLostError: if a rank has ended or failed."""
         outcome: Future[Result] = Future()
 
@@ -112,7 +112,7 @@ class RankWatch:
         return outcome.result()
 
     def call_when_lost(self, callback: Callable[[ExecutorLostError], None]) -> None:
-        """Call a function, in a watchdog thread, when a rank is lost; at once if one is lost already."""
+        """Call a function, in a watchdog thread, when a rank is lost, or at once if a rank is already lost."""
         with self._guard:
             self._callbacks.append(callback)
             lost = self.lost
@@ -120,8 +120,8 @@ class RankWatch:
             callback(lost)
 
     def explain(self, error: BaseException, of_another: bool) -> ExecutorLostError:
-        """Stop the ranks after a failure of rank 0, and return the first cause.
-        of_another: True if `error` means that another rank is gone."""
+        """Stop the ranks after a failure of rank 0, and return the error with the first cause.
+        of_another: True if `error` means that another rank has exited."""
         self._settled.wait(_GRACE + _END_SECONDS if of_another else _TICK)
         self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
         return self.lost or ExecutorLostError(_WAS_ENDED)
@@ -164,7 +164,7 @@ class RankWatch:
                 self._lose(self._reason(rank, None))
 
     def _reason(self, rank: int, message: RankFailed | None) -> _Fault:
-        """Return the fault that caused a rank's failure or exit. Waits a moment, because another rank's exit may be the cause."""
+        """Return the fault that caused a rank's failure or exit. Waits briefly, because another rank's exit may be the cause."""
         noticed: dict[int, _Fault] = {}
         until = time.monotonic() + _GRACE
         while True:
@@ -226,7 +226,7 @@ class RankWatch:
 
 
 class _Silence:
-    """Seconds since each rank's last heartbeat, and since its progress if rank 0 is ahead. Suspended time does not count."""
+    """Time since each rank's last heartbeat, and since its last progress if rank 0 is ahead. Suspended time does not count."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         self._ranks = ranks
@@ -262,8 +262,8 @@ class RankProcesses:
     """Ranks 1 and above of an engine whose rank 0 is in this process.
 
     The processes start and import their modules. Then rank 0 calls `join`, makes its own executor, sends the common choices with
-    `choose`, and waits for the others with `wait_ready`. The processes end with this object, with this process, and with one
-    another.
+    `choose`, and waits for the others with `wait_ready`. All processes end if this object, this process or one of them
+    ends.
     """
 
     def __init__(self, size: int, module: str, devices: list[str], num_threads: int | None = None) -> None:
@@ -271,7 +271,7 @@ class RankProcesses:
 
         size: number of ranks, rank 0 included. module: module that each process runs, with the arguments of `rank_loop.run_rank`.
         devices: device of each rank. num_threads: torch threads per process. None means torch's default.
-        :raises OSError: if the system starts no more processes."""
+        :raises OSError: if the system cannot start another process."""
         self.size = size
         self._devices = devices
         self._num_threads = num_threads
@@ -320,7 +320,7 @@ class RankProcesses:
             self.fail(error)
 
     def _join_group(self, made: bytes) -> TorchRanks:
-        """Send the processes their start messages, and make the group with them. made: a pickled `MakeRank`."""
+        """Send the start messages to the processes, and make the group with them. made: pickled `MakeRank`."""
         import torch
 
         from headway.core.engine.ranks.torch_ranks import TorchRanks, make_store
@@ -346,7 +346,7 @@ class RankProcesses:
 
     def wait_ready(self, facts: object) -> None:
         """Wait until every rank is ready with equal `facts`, then start the checks for progress.
-        :raises HeadwayError: if a rank ended or differs."""
+        :raises HeadwayError: if a rank has ended, or its facts differ."""
         for rank, ready in self._await(RankReady).items():
             if ready.facts != facts:
                 raise HeadwayError(f"rank {rank} differs from rank 0: {ready.facts}, not {facts}; this is a fault of Headway")

@@ -24,7 +24,7 @@ class RankedExecutor(LocalExecutor):
     """Executor of rank 0, which also sends each step to the other ranks. All ranks run equal steps in equal order, and sample
     equal tokens.
 
-    A step that fails on one rank leaves the others in the middle of it, so it is the engine's last. KV cache offloading with
+    A step that fails on one rank leaves the other ranks in the middle of the step, so no later step can run. Offloading with
     several ranks is refused when the options are checked.
     """
 
@@ -43,12 +43,12 @@ class RankedExecutor(LocalExecutor):
         self._processes.wait_ready(self.facts)
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
-        """Observe logits as with one device. All ranks gather the logits of every step."""
+        """Observe logits as `LocalExecutor.observe` does. All ranks then gather the logits of every step."""
         self._shows_logits = look is not None
         super().observe(look)
 
     def launch(self, step: StepInput) -> Launched:
-        """Start a step on all ranks. :raises ExecutorLostError: if a rank is lost, or this one has failed."""
+        """Start a step on all ranks. :raises ExecutorLostError: if a rank is lost, or rank 0 has failed."""
         if self._shows_logits:
             step = replace(step, shows_logits=True)
         progress = self._processes.progress
@@ -67,7 +67,7 @@ class RankedExecutor(LocalExecutor):
         return launched
 
     def sleep(self, lost: Sequence[Tensor]) -> None:
-        """:raises ConfigError: always, because several ranks cannot sleep."""
+        """:raises ConfigError: always, because engines with several ranks cannot sleep."""
         size = len(self._processes.pids) + 1
         raise ConfigError("sleep", "tensor_parallel_size=1", size, "del llm frees the devices' memory")
 

@@ -1,1 +1,1 @@
-"""Scheduling: the choice of the next step, and the handling of its results."""
+"""Scheduling: composes the next step, and processes its results."""

@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine: those registered, those in slots, and those in use."""
+"""LoRA adapters of an engine: registered adapters, adapters in slots, and adapters in use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headway.core.engine.data.adapters import AdapterLoad, AdapterReader, KnownA
 
 
 class AdapterTable:
-    """Adapters by number, and the slots that hold them.
+    """Adapters by ID, and the slots that contain them.
 
     The adapter of a running sequence stays in its slot, so a step has at most as many adapters as there are slots. An unused
-    adapter stays in its slot until another needs it; the least recently used is evicted first. Adapters of unfinished requests
-    stay in host memory, so that no step reads a file.
+    adapter stays in its slot until a different adapter needs it; the least recently used is evicted first. The adapters of
+    unfinished requests stay in host memory, so that no step reads a file.
     """
 
     def __init__(self, reader: AdapterReader) -> None:
@@ -29,7 +29,7 @@ class AdapterTable:
 
     @property
     def known(self) -> Sequence[LoRARequest]:
-        """Adapters that requests may name by their number only."""
+        """Adapters that requests may name by only their ID."""
         return [each.request for each in self._by_id.values() if not each.leaving]
 
     @property
@@ -38,8 +38,8 @@ class AdapterTable:
         return len(self._slot_of)
 
     def add(self, request: LoRARequest, adapter: HostAdapter | None = None) -> KnownAdapter:
-        """Register an adapter and return it. adapter: its contents, or None to read them.
-        :raises ConfigError: if the number is taken or the adapter is not supported."""
+        """Register an adapter and return it. adapter: its contents, or None to read them from its files.
+        :raises ConfigError: if the ID is taken or the adapter is not supported."""
         known = self._find(request) or self._remember(request, adapter)
         self._trim()
         return known
@@ -72,7 +72,7 @@ class AdapterTable:
         return made
 
     def release(self, adapter: KnownAdapter) -> None:
-        """Note that a sequence has ended."""
+        """Record that a sequence that uses the adapter has ended."""
         adapter.num_unfinished -= 1
         self._unfinished[adapter.digest] -= 1
         if not self._unfinished[adapter.digest]:
@@ -83,7 +83,7 @@ class AdapterTable:
             self._trim()
 
     def remove(self, adapter_id: int) -> bool:
-        """Forget an adapter; requests that have begun continue with it. Returns False if the number is unknown."""
+        """Forget an adapter; requests that have begun continue with it. Returns False if the ID is unknown."""
         known = self._by_id.get(adapter_id)
         if known is None or known.leaving:
             return False
@@ -108,11 +108,11 @@ class AdapterTable:
         return slot
 
     def has_slot_for(self, adapter: KnownAdapter) -> bool:
-        """Return whether `occupy` would find a slot."""
+        """Return whether `occupy` would return a slot."""
         return adapter.digest in self._slot_of or bool(self._free) or len(self._running) < len(self._slot_of)
 
     def vacate(self, adapter: KnownAdapter) -> None:
-        """Note that a sequence no longer runs."""
+        """Record that a sequence that uses the adapter no longer runs."""
         self._running[adapter.digest] -= 1
         if not self._running[adapter.digest]:
             del self._running[adapter.digest]

@@ -1,7 +1,7 @@
 """Deterministic mode: a request's logits depend, bit for bit, only on the request, not on the rest of its batch.
 
-This module fixes what else depends on the batch: the backend (one, pinned and batch-invariant), the boundaries of prompt chunks,
-preemption, and prefix hits. The model does its share if its layers' specs are batch-invariant.
+This module fixes what else depends on the batch: the backend (pinned and batch-invariant), the boundaries of prompt chunks,
+preemption, and prefix hits. The model's kernels are batch-invariant if its layers' specs are.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger("headway")
 
 
 def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
-    """Pin one backend and disable the prefix cache. states: layers with a state.
+    """Return the options with one backend pinned and the prefix cache disabled. states: layers with a state.
 
-    :raises ConfigError: if layers are unsuitable.
+    :raises ConfigError: if deterministic mode does not support the layers.
     """
     if states:
         need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
@@ -41,7 +41,7 @@ def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[Sta
 
 
 def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
-    """Return --attn-backend with each auto replaced by one backend: the best-ranked decode backend that is batch-invariant.
+    """Return --attn-backend with `auto` replaced by one backend: the best-ranked decode backend that is batch-invariant.
 
     PREFILL and EXTEND always get the same backend, because a prompt step's phase depends on the rest of the step. If no backend
     is suitable, the request is returned unchanged, and the selector's error gives the reasons.
@@ -64,7 +64,7 @@ def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendReq
 
 
 class IndependentScheduler(Scheduler):
-    """Scheduler that runs every sequence through the same steps, whatever other sequences run.
+    """Scheduler that runs every sequence through the same steps, regardless of the other sequences.
 
     A prompt's chunks have a fixed size: half the token budget, which leaves room for decodes. A chunk that does not fit waits as
     a whole. A sequence is admitted once the pool has pages for its maximum length. Nothing is preempted: a preempted sequence

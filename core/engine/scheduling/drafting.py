@@ -18,14 +18,14 @@ from headway.core.speculation.proposers import NO_DRAFTS, PLAIN, WIDTHS, StepTim
 log = logging.getLogger("headway")
 
 FIRST_ACCEPTANCE = 0.8
-"""Assumed acceptance rate before any draft was verified. High, so that some are verified, because only these are measured."""
+"""Assumed acceptance rate before any draft was verified. It is high so that some drafts are verified, and so measured."""
 _HOPE = 0.5  # Minimum acceptance rate assumed in a trial after a rest
 _PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
-"""Weight of the mean over all sequences, in draft tokens; memory of a sequence's running mean, and of the mean over all
-sequences. Long enough that good drafts seldom look bad by chance."""
+"""Weight of the mean over all sequences, memory of a sequence's running mean, and memory of the mean over all sequences, each in
+draft tokens. The memories are long enough that good drafts seldom look bad by chance."""
 _SHORT_REST, _LONG_REST = 4, 64
-"""Steps without drafts before the next trial: the first number, doubled up to the second while drafts do not pay. A trial assumes
-that half of its drafts are accepted, so it takes at most twice as long as a plain step: one in 64 costs less than 2 %."""
+"""Minimum and maximum number of steps without drafts before a trial. The number doubles while drafts do not pay. A trial assumes
+that half of its drafts are accepted, so it takes at most twice as long as a plain step: one trial in 64 steps costs under 2 %."""
 _REFUSED = 32  # Trials refused because of step times, after which these times are measured anew
 
 COSTLY, NOTHING_FOUND, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
@@ -38,7 +38,7 @@ class _DraftRecord:
     seen: int = 0  # Draft tokens in that mean
 
     def acceptance(self, of_all: float) -> float:
-        """Return the acceptance probability: the sequence's own, weighted with that of all sequences while its drafts are few."""
+        """Return the sequence's acceptance rate, weighted with `of_all`, that of all sequences, while its drafts are few."""
         return (self.seen * self.share + _PRIOR * of_all) / (self.seen + _PRIOR)
 
 
@@ -46,13 +46,13 @@ class Drafting:
     """Proposes draft tokens for the running sequences if that is faster.
 
     A step that verifies k drafts for each of n sequences writes n + sum(a + a^2 + ... + a^k) tokens, where a is a sequence's
-    measured acceptance, but takes longer than a plain step. Both are measured as steps run (`StepTimes`). If no width gives more
+    measured acceptance, but takes longer than a plain step. Both quantities are measured as steps run. If no width gives more
     tokens per second than a plain step, drafting rests: the host runs ahead of the device again, and steps are as fast as without
-    speculation. After a rest, drafts are tried once more.
+    speculation. After a rest, drafts are tried again.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, most: int = MAX_DRAFT_TOKENS, times: StepTimes | None = None) -> None:
-        """most: maximum drafts per sequence and step. times: measured step times. None means that every draft is verified."""
+        """most: maximum number of drafts per sequence and step. times: measured step times. None means to verify every draft."""
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._times = times
@@ -67,8 +67,8 @@ class Drafting:
         self._trial = False
         self._measuring = False
         self._refused = 0
-        """`_trial`: True if the next step may try drafts after a rest. `_measuring`: True if the trial measures, which takes
-        several steps in a row, because a step after a rest takes longer than one after its like. `_refused`: trials refused
+        """`_trial`: True if the next step may try drafts after a rest. `_measuring`: True if the trial measures; this takes
+        several steps in a row, because the first step after a rest takes longer. `_refused`: number of trials refused
         because of step times."""
         self._reason = ""
         self._rest_reason = COSTLY
@@ -76,11 +76,11 @@ class Drafting:
 
     @property
     def rests(self) -> bool:
-        """True if the next step needs no drafts either, so that the host may run ahead."""
+        """True if the next step will not have drafts, so that the host may run ahead."""
         return self._resting > 0
 
     def plan(self, running: Items[Sequence]) -> bool:
-        """Set the next step's drafts; return whether there are any. running: candidates for drafts, none of them in flight."""
+        """Set the next step's drafts, and return whether there are any. running: candidate sequences, with no step in flight."""
         ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
         if self._resting and ready and size_class(len(ready)) != self._rest_class:
             self._resting = 0  # drafts that did not pay may pay at another number of sequences
@@ -97,7 +97,7 @@ class Drafting:
         return not self._reason
 
     def _draft(self, ready: list[Sequence]) -> str:
-        """Set the drafts of sequences. Returns the reason why none gets any, or an empty string."""
+        """Set the drafts of sequences. Returns the reason why no sequence gets drafts, or an empty string."""
         times, count = self._times, len(ready)
         known = [self._of(seq) for seq in ready]
         hope = _HOPE if self._trial else 0.0
@@ -138,7 +138,7 @@ class Drafting:
         return ""
 
     def _best(self, seconds: Mapping[int, float], likely: list[float], most: list[int]) -> int:
-        """Return the width with the highest rate of tokens, PLAIN included. most: maximum number of drafts of each sequence."""
+        """Return the width with the most tokens per second; it may be PLAIN. most: maximum number of drafts of each sequence."""
 
         def rate(width: int) -> float:
             written = sum(expected(share, min(k, width - 1)) for share, k in zip(likely, most, strict=True))
@@ -147,8 +147,8 @@ class Drafting:
         return max(seconds, key=rate)
 
     def _trial_width(self, times: StepTimes, seconds: dict[int, float], likely: list[float]) -> int:
-        """Return the width of a trial that looks too slow: PLAIN, unless some times are estimates, which the trial can
-        correct."""
+        """Return the width for a trial that looks too slow: PLAIN, unless some step times are estimates that the trial can
+        replace."""
         count = len(likely)
         unknown = {width: seconds[width] for width in self._widths if not times.is_measured(count, width)}
         if unknown:
@@ -157,7 +157,7 @@ class Drafting:
         return PLAIN
 
     def _refuse(self, times: StepTimes, count: int) -> None:
-        """Count a trial that measured times refuse, and measure these times anew after many."""
+        """Count a trial that is refused because of measured times. After many refusals, measure these times again."""
         self._refused += 1
         if self._refused % _REFUSED == 0:
             times.forget(count)
@@ -208,7 +208,7 @@ class Drafting:
         log.warning("speculation: request %s continues without drafts, because its proposer raised %r", seq.request_id, error)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        """Note that a step verified a sequence's drafts and accepted the first `accepted`."""
+        """Record that a step verified a sequence's drafts and accepted the first `accepted`."""
         known = self._known.get(seq)
         if known is not None:
             self._learn(known, accepted, int(accepted < drafts))
@@ -221,7 +221,7 @@ class Drafting:
             self._acceptance += (hit - self._acceptance) / self._seen
 
     def stepped(self, step: ScheduledStep, read: bool, stats: EngineStats) -> None:
-        """Note that a step was launched. read: True if it has been read too; else the previous step was, since the last call."""
+        """Record that a step was launched. read: True if this step has been read; False if the previous step was read instead."""
         now = time.perf_counter()
         drafts = max((each.num_draft_tokens for each in step.individual), default=0)  # members of the decode batch have no drafts
         reason = self._reason
@@ -255,5 +255,5 @@ class Drafting:
 
 
 def expected(acceptance: float, drafts: int) -> float:
-    """Return the expected tokens per sequence of a step with this many drafts: 1 + a + a^2 + ... (Leviathan et al. 2023)."""
+    """Return the expected number of tokens per sequence from a step with drafts: 1 + a + a^2 + ... (Leviathan et al. 2023)."""
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)

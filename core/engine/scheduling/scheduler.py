@@ -1,4 +1,4 @@
-"""Scheduling: the number of tokens of each sequence in the next step, and the admission of requests."""
+"""Scheduler: decides how many tokens of each sequence the next step computes, and admits waiting requests."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Scheduler:
     """Continuous batching with a token budget: running sequences first, then waiting ones in arrival order.
 
     A prompt that exceeds the remaining budget is split into chunks (Agrawal et al. 2023, Sarathi), but only once the pool has
-    room for all of it: a partial prompt would take pages from running sequences and then be preempted for them. When the pool is
+    pages for all of it: a partial prompt would take pages from running sequences and then be preempted for them. When the pool is
     full, the scheduler preempts the youngest running sequence. That sequence waits at the head of the queue, to be recomputed
     (vLLM's recompute) or restored by the offloader (vLLM's swap). Sequences with a pending restore wait outside the queue. With
-    priorities, the youngest sequence of the lowest priority is preempted; none is preempted for a waiting one.
+    priorities, the youngest sequence of the lowest priority is preempted. No sequence is preempted for a waiting sequence.
 
     `schedule` may be called while earlier steps run on the device: tokens that they will sample count as pending. Pages that it
     frees may be reused at once, because the device runs steps in order.
@@ -82,7 +82,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.drafting: Drafting | None = None
-        """Proposes draft tokens for running sequences. None means no speculation."""
+        """Object that proposes draft tokens for running sequences. None means no speculation."""
         self._by_priority = by_priority
         self._free_rows = list(range(max_num_seqs))  # a heap: contiguous rows keep their states next to each other
         self._batch = DecodeBatch()
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def holders(self) -> list[Sequence]:
-        """All sequences that hold pages."""
+        """All sequences that reference pages."""
         restoring = [] if self.offloader is None else self.offloader.restores.holders
         return [*self.running, *(seq for seq in self.waiting if seq.tables), *restoring]
 
@@ -108,7 +108,7 @@ class Scheduler:
         self._insert(self.waiting, seq)
 
     def add_first(self, seqs: list[Sequence]) -> None:
-        """Queue sequences before all others that wait; with priorities, before all others of the same priority."""
+        """Queue sequences before all waiting sequences or, with priorities, before all waiting sequences of the same priority."""
         if self._by_priority:
             for seq in seqs:
                 insort(self.waiting, seq, key=_queue_key)
@@ -126,7 +126,7 @@ class Scheduler:
         self._batch.clear()
 
     def schedule(self, all_read: bool = True) -> ScheduledStep:
-        """Return the next step: prefill and extend, then decode; empty if all wait. all_read: True if no step is in flight."""
+        """Return the next step: prefill and extend, then decode. Empty if all wait. all_read: True if no step is in flight."""
         if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
             self.dissolve_batch()
         if self.offloader is not None:
@@ -141,7 +141,7 @@ class Scheduler:
         return step
 
     def _extend_members(self) -> bool:
-        """Reserve pages for the next tokens of the batch's members. Returns False if there are too few."""
+        """Reserve pages for the next tokens of the batch's members. Returns False if too few are free."""
         last = []
         for place in self._batch.due():
             seq = self._batch.members[place]
@@ -169,7 +169,7 @@ class Scheduler:
         return ScheduledStep(plan.prompts + plan.decodes, self._batch)
 
     def _continue_running(self, plan: _StepPlan, batching: bool) -> bool:
-        """Schedule the next tokens of running sequences. Returns False if one lacks pages while batching."""
+        """Schedule the next tokens of running sequences. Returns False if a sequence lacks pages while batching."""
         position = 0
         while position < len(self.running) and plan.budget > 0:
             seq = self.running[position]
@@ -194,8 +194,8 @@ class Scheduler:
 
     def _make_room(self, plan: _StepPlan, seq: Sequence, count: int, batching: bool) -> ScheduledSequence | None:
         """Reserve pages for `count` tokens of a running sequence, preempting others unless batching; drafts only if there is
-        room.
-        Returns None without free pages; without batching, the sequence itself was preempted."""
+        short.
+        Returns None if no pages are free; unless batching, the sequence itself was then preempted."""
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
         while not self.blocks.reserve(seq, self._tokens_to_reserve(seq, count + drafts)):
             if drafts:
@@ -234,7 +234,7 @@ class Scheduler:
                 took_pages = True  # so that the freed pages are not used for a restore
 
     def _admit(self, seq: Sequence, budget: int) -> int:
-        """Reserve pages for a waiting sequence beyond its cached prefix. Returns its tokens in this step, 0 if not admitted."""
+        """Reserve pages for a waiting sequence beyond its cached prefix. Returns its tokens in this step; 0 if not admitted."""
         for partly in (True, False):  # a copy needs the source's page as well: there may be room without it
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
@@ -253,7 +253,7 @@ class Scheduler:
         return 0
 
     def _has_slot(self, seq: Sequence, passed: Sequence | None) -> bool:
-        """Return whether a sequence's adapter has or finds a slot.
+        """Return whether a sequence's adapter has a slot or can get one.
         passed: the first waiting sequence without a slot. A batch of others may overtake it; then only those without an adapter
             may, so that a slot becomes free."""
         assert self.adapters is not None
@@ -278,16 +278,16 @@ class Scheduler:
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
 
     def _fit_whole_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
-        """Raise the budget for a prompt that must not be split if the step is empty, even if steps shrank for lack of memory."""
+        """Raise the budget of an empty step for a prompt that must not be split, even if steps shrank for lack of memory."""
         if not self.enable_chunked_prefill and plan.empty:
             plan.budget = max(plan.budget, seq.num_to_compute)
 
     def _tokens_to_reserve(self, seq: Sequence, count: int) -> int:
-        """Return how many tokens, from the next on, a sequence must hold pages for when a step computes `count` of them."""
+        """Return the number of new tokens that a sequence must have pages for when a step computes `count` of them."""
         return count
 
     def _preempt_waiting(self) -> bool:
-        """Free the pages of one waiting sequence. Returns False if none has any."""
+        """Free the pages of one waiting sequence. Returns False if no waiting sequence has pages."""
         if self.offloader is None:
             return False
         holder = next((seq for seq in reversed(self.waiting) if seq.tables), None)
@@ -302,7 +302,7 @@ class Scheduler:
         return seq
 
     def recompute(self, seqs: list[Sequence]) -> None:
-        """Restart the running ones among `seqs`: a step that failed half way may have advanced their states."""
+        """Restart those of `seqs` that run, because a step that failed midway may have advanced their states."""
         self.dissolve_batch()
         for seq in reversed([each for each in self.running if each in seqs]):
             self._preempt(seq, RECOMPUTE)
@@ -328,7 +328,7 @@ class Scheduler:
             seq.row = None
 
     def launched(self, step: ScheduledStep) -> None:
-        """Account for a launched step: its tokens count as computed, and those it samples as pending."""
+        """Account for a launched step: its new tokens count as computed, and the tokens that it samples as pending."""
         for seq, count, context_len, samples, drafts in step.individual:
             seq.num_computed += count
             seq.num_unverified = drafts
@@ -351,7 +351,7 @@ class Scheduler:
                     self._batch.passed(place)
 
     def append_sampled(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Append a step's accepted drafts and next token. Returns them, fewer if one ends the sequence.
+        """Append a step's accepted drafts and next token. Returns the appended tokens, fewer if one ends the sequence.
 
         The keys and values of rejected drafts count as not computed; the next step overwrites them.
         """
@@ -384,7 +384,7 @@ _LONGEST_WAIT = 0.02  # Seconds that an idle engine waits for a request's prepar
 
 
 class AdmissionQueue:
-    """Queue of sequences that cannot run yet or should wait.
+    """Queue of sequences that cannot be scheduled yet, or should wait for another sequence.
 
     The first completion of a request starts first. The others follow once its prompt is under way and find the prompt in the
     prefix cache: whole blocks are shared and a partial block is copied, so the prompt is computed once.
@@ -419,7 +419,7 @@ class AdmissionQueue:
             self._siblings[seqs[0].request_id] = seqs[ahead:]
 
     def poll(self, idle: bool) -> list[tuple[list[Sequence], str]]:
-        """Pass on prepared requests; return failed ones with reasons. idle: True to wait briefly for the first."""
+        """Pass prepared requests to the scheduler; return failed ones with reasons. idle: True to wait briefly for the first."""
         if not self._preparing:
             return []
         if idle:
@@ -436,7 +436,7 @@ class AdmissionQueue:
         return failed
 
     def launched(self, step: ScheduledStep) -> None:
-        """Pass on the siblings of sequences whose whole prompt this step computes."""
+        """Pass the siblings of sequences whose prompt this step completes to the scheduler."""
         if not self._siblings:
             return
         for seq, _, _, samples, _ in step.individual:  # members of the batch had their prompts computed before
@@ -444,7 +444,7 @@ class AdmissionQueue:
                 self._scheduler.add_first(self._siblings.pop(seq.request_id))
 
     def ended(self, seqs: Items[Sequence]) -> None:
-        """Forget ended sequences, and pass on siblings that waited for one of them."""
+        """Forget ended sequences, and pass the siblings that waited for them to the scheduler."""
         if not self.occupied:
             return
         kept = [(ready, [seq for seq in waiting if not seq.finished]) for ready, waiting in self._preparing]

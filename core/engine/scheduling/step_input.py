@@ -38,7 +38,7 @@ from headway.core.sampling.sampler import NOT_A_TOKEN, OF_TOKENS, need_of
 log = logging.getLogger("headway")
 
 _delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
-"""Makes an OutputDelta from a tuple of its fields. Skips the Python call of the constructor, which would run for every token."""
+"""Function that makes an OutputDelta from a tuple of its fields. It avoids a Python constructor call for every token."""
 
 
 class StepResults:
@@ -51,7 +51,7 @@ class StepResults:
     def take(
         self, step: Items[Sequence], sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
     ) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append a step's tokens to its sequences; return deltas and ended sequences. first_nan: the first layer with a NaN."""
+        """Append a step's tokens to its sequences; return deltas and ended sequences. first_nan: source of the first NaN."""
         if sampled.extras is not None:
             _keep_prompt_logprobs(step, sampled.extras)
         plain = sampled.plain_tokens()
@@ -92,7 +92,7 @@ class StepResults:
     def _take_sampled(
         self, sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
     ) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append each unfinished sequence's tokens: accepted drafts, log-probabilities, faults."""
+        """Append each unfinished sequence's tokens, with accepted drafts, log-probabilities and errors."""
         deltas: list[OutputDelta] = []
         ended: list[Sequence] = []
         errors, logprobs = ({}, {}) if sampled.extras is None else (sampled.extras.errors, sampled.extras.logprobs)
@@ -117,7 +117,7 @@ class StepResults:
 
 
 def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
-    """Return the delta of a sequence that got these tokens, or ended without any."""
+    """Return the delta of a sequence that got these tokens, or that ended without a new token."""
     fields = (
         seq.request_id,
         seq.index,
@@ -133,13 +133,13 @@ def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
 
 
 def _with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogprobs], known: int) -> OutputDelta:
-    """Add log-probabilities of a delta's tokens, and of the prompt if these are the first. known: number of earlier tokens."""
+    """Add the log-probabilities of a delta's tokens, and of the prompt in the first delta. known: number of earlier tokens."""
     prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
     return delta._replace(logprobs=tuple(logprobs[: len(delta.new_token_ids)]), prompt_logprobs=prompt)
 
 
 def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
-    """Return why a sequence has no next token. fault: the negative value instead of a token. error: the sampler's message."""
+    """Return the reason why a sequence has no next token. fault: negative value instead of a token. error: sampler's message."""
     if error is not None:
         return error
     if fault == NOT_A_TOKEN:
@@ -149,7 +149,7 @@ def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | N
 
 
 def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:
-    """Append a step's log-probabilities of prompt tokens. A recomputed prompt adds nothing."""
+    """Append a step's log-probabilities of prompt tokens to the sequences. A recomputed prompt adds none."""
     for index, (position, entries) in extras.prompt_logprobs.items():
         seq = step[index]
         known = len(seq.prompt_logprobs)
@@ -158,7 +158,7 @@ def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:
 
 
 def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bool) -> int | None:
-    """Return a smaller token budget after a step ran out of memory; None if none helps. chunked: True if prompts may be split."""
+    """Return a smaller token budget after a step ran out of memory, or None. chunked: True if prompts may be split."""
     tokens = sum(scheduled.num_new_tokens for scheduled in step)
     smallest = 1 if chunked else max(scheduled.num_new_tokens for scheduled in step)
     if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
@@ -177,8 +177,8 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
 def prepare(
     step: ScheduledStep, groups: Items[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
 ) -> StepInput:
-    """Return the executor's input for a step. The step must be launched, because page changes are reported once.
-    states: True if layers keep states."""
+    """Return the executor's input for a step. The step must then be launched, because page changes are reported only once.
+    states: True if the model has layers with a state."""
     found = _without_states(step, groups)
     if adapters is not None:
         slots = _joined([each.seq.adapter_slot for each in step.individual], step.adapter_slots)
@@ -240,7 +240,7 @@ def _with_members(
     new_pages: tuple[NewPages, ...],
     copies: tuple[PageCopy, ...],
 ) -> StepInput:
-    """Return the input of a step: the individual sequences, then the members of the batch. token_ids: tokens of the former."""
+    """Return the input of a step: the individual sequences, then the batch's members. token_ids: tokens of `individual`."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
     members = StepInput.continuing(step.rows, step.context_lens)
     # With drafts all tokens have been read, and a graph that verifies takes none from the device.
