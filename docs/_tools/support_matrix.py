@@ -31,13 +31,13 @@ TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
 """(axis, title, first columns). Values that only a result has follow."""
 DEEP = ("graph", "prompt", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")
 PASS, REFUSED, FAIL, UNTRIED = "✓", "✗", "⚠", "–"
-LEGEND = f"""{PASS}: right answers, with the number of cells. {REFUSED}: refused, with reasons. {FAIL}: wrong answers.
-{UNTRIED}: not tried.
+LEGEND = f"""{PASS} N: all answers are correct in N cells. {REFUSED}: the backend refuses the value and gives a reason.
+{FAIL} M/N: wrong answers in M of N cells. {UNTRIED}: not tested.
 
 - `mixed`: prefill, extend and decode in one step
 - `verify`: decode with several query tokens per sequence
-- `ragged`: decode with very different lengths and padding rows
-- `packed`, `interleaved`, `spaced`, `far`: strided views of other memory
+- `ragged`: decode of sequences with very different lengths, and padding rows
+- `packed`, `interleaved`, `spaced`, `far`: caches that are strided views of other memory
 - `together`: all features that the backend claims, in one layer"""
 
 
@@ -94,8 +94,8 @@ def _origin(reports: Sequence[CheckReport]) -> str:
     machine = reports[0].machine
     libraries = {name: version for report in reports for name, version in report.machine.libraries.items()}
     facts = [f"torch {machine.torch}", f"Python {machine.python}", *(f"{name} {v}" for name, v in sorted(libraries.items()))]
-    commits = ", ".join(dict.fromkeys(str(report.origin) for report in reports))
-    return f"{', '.join(facts)}. Made on {max(report.date for report in reports)[:10]} by {commits}."
+    commits = "; ".join(dict.fromkeys(str(report.origin) for report in reports))
+    return f"{', '.join(facts)}. Tested on {max(report.date for report in reports)[:10]} with {commits}."
 
 
 def _mark(cells: Sequence[CellResult]) -> str:
