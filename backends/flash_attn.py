@@ -84,7 +84,7 @@ class FlashAttention2(VarlenAttention):
         return f"flash_fwd_splitkv_kernel (flash-attn 2, {'fwd_kvcache' if phase is Phase.DECODE else 'varlen_fwd'})"
 
     def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
-        """Run split-KV decode if all sequences have the same number of new tokens, else varlen attention (ragged verification)."""
+        """Run split-KV decode if all sequences have the same number of new tokens, else varlen attention (verification)."""
         assert lse is None, "not declared"
         if not plan.uniform:
             self.attend(q, cache.key, cache.value, plan, out)

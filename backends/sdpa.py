@@ -75,7 +75,7 @@ class DenseGroup:
     slots: Tensor | None
     """int64 [count, kv_len]: slots of the keys, padded to the longest sequence. None: keys are this step's k and v."""
     bias: Tensor | None
-    """[count or 1, num_heads or 1, query_len, kv_len]: bias of the scores (0, -inf or ALiBi). None means only a causal mask, if any."""
+    """[count or 1, num_heads or 1, query_len, kv_len]: bias of scores (0, -inf or ALiBi). None means a causal mask or none."""
     causal: bool
     """True if the call must apply a causal mask (query_len = kv_len, no bias)."""
     run: ContiguousBlocks | None = None
@@ -272,7 +272,7 @@ class SDPAMath(SDPA):
 
 
 def _explicit(spec: AttentionSpec) -> bool:
-    """Return whether SDPA cannot compute the layer: it lacks soft cap and sinks, and a bias in q's dtype is too coarse for ALiBi."""
+    """Return whether SDPA cannot compute a layer: it lacks soft cap and sinks, and q's dtype is too coarse for ALiBi biases."""
     return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
 
 

@@ -112,7 +112,7 @@ class HopperDecode(Decode):
     """Decode and verification for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
-        """Prepare. :raises UnsupportedError: if there is no compiler. :raises BackendError: if a kernel does not compile."""
+        """Prepare decode. :raises UnsupportedError: without a compiler. :raises BackendError: if a kernel does not compile."""
         super().__init__(setup, num_splits)
         spec = setup.spec
         self.configs = (config_of(Ring.of(spec.head_dim)),)

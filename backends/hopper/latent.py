@@ -105,7 +105,7 @@ class HopperLatentDecode(LatentDecode):
     """Decode, verification and extend for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None, tile: HeadTile) -> None:
-        """Prepare. :raises UnsupportedError: if there is no compiler. :raises BackendError: if a kernel does not compile."""
+        """Prepare decode. :raises UnsupportedError: without a compiler. :raises BackendError: if a kernel does not compile."""
         super().__init__(setup, num_splits)
         spec, block_size = setup.spec, setup.block_size
         self._tile = tile
