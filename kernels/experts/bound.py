@@ -34,9 +34,7 @@ class ExpertsOptions:
     """Options for the kernels of a model's MoE layers."""
 
     able: Callable[[str], Sequence[type[ExpertsKernel]]] = builtin_classes
-    """Maps a device type to the kernel classes available on it, in order of preference. Called when a layer of experts is
-    loaded.
-    """
+    """Maps a device type to the kernel classes available on it, in order of preference. Called when an MoE layer is loaded."""
     requested: str = AUTO
     """Name of the kernel that the user requested. auto: the fastest measured kernel, or a rule's choice without times."""
     refusals: dict[ExpertsSpec, Support] = field(default_factory=dict)

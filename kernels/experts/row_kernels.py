@@ -299,9 +299,7 @@ def down_quantized_rows(
 @triton.jit
 def _slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, N: tl.constexpr, ROW: tl.constexpr, SPAN: tl.constexpr,
             SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Load chunk c of rows first + n: bytes [BLOCK_N, BLOCK_G, SPAN], read once, and their scales and zeros [BLOCK_N,
-    BLOCK_G].
-    """
+    """Load chunk c of rows first + n: bytes [BLOCK_N, BLOCK_G, SPAN], read once, and scales and zeros [BLOCK_N, BLOCK_G]."""
     u = c * g.shape[0] + g
     inside = (n < N)[:, None] & (u < ROW // SPAN)[None, :]
     at = n[:, None, None] * ROW + (u[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, :, :]
@@ -393,9 +391,7 @@ class TritonExperts(RoutedKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """Return whether the kernels support the layer: groups of quantized weights fill a row, and x can represent the
-        scales.
-        """
+        """Return whether the kernels support the layer: groups of quantized weights fill a row, and x's type fits the scales."""
         support = super().supports(spec)
         for weight in examples_of(spec):
             if weight is not None and (weight_bytes(weight) is None or not reads_form(weight, spec.dtype)):

@@ -183,7 +183,7 @@ def invariant_kernels() -> list[type[ExpertsKernel]]:
 
 
 def tiled(plain: ExpertTiling | None, quantized: ExpertTiling | None, always: bool = False) -> type[TileKernel]:
-    """Return a kernel class with these tiles; see the fields of TileKernel. Tilings of one name differ only in warps and
+    """Return a kernel class with these tiles; see the fields of TileKernel. With one name, tilings differ only in warps and
     stages.
     """
     tiling = plain or quantized

@@ -183,9 +183,7 @@ def swapped_tiling_for(rows: int, out_features: int, in_features: int, multiproc
 
 @cache
 def tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
-    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if the kernel does not support
-    it.
-    """
+    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if it is not supported."""
     tiles_m = -(-rows // _BLOCK_M)
     wanted = BUSY * multiprocessors
     block_n = 64 if out_features % 64 == 0 and out_features // 64 * tiles_m >= wanted else 32

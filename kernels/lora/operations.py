@@ -30,9 +30,7 @@ class Additions(Protocol):
     """Adds outputs of rows' adapters to linear layers. Methods with a body are defaults that leave the work to `Operations`."""
 
     def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
-        """Norm x before a linear layer, and compute the first half of the adapters' additions. None leaves the norm to
-        `Operations`.
-        """
+        """Norm x before a linear layer, and compute the first half of the adapters' additions. None leaves it to `Operations`."""
         return None
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
@@ -66,9 +64,7 @@ class PlainAdditions(Additions):
     """Additions by torch, only to rows with an adapter. The host reads the rows' slots, so CUDA graphs cannot capture them."""
 
     def __init__(self, tile_rows: int | None = None) -> None:
-        """Prepare the additions. tile_rows: rows of every GEMM in deterministic mode (see `InvariantOperations`); None means
-        any.
-        """
+        """Prepare the additions. tile_rows: rows per GEMM in deterministic mode (see `InvariantOperations`); None means any."""
         self._tile_rows = tile_rows
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: object = None) -> Tensor:

@@ -156,7 +156,7 @@ class Gate:
     activation: GateActivation
     """Activation that is applied to the gate's input."""
     norm: Norm | None = None
-    """RMSNorm of the gated tensor, in groups of `size` elements. The weight has `size` elements, or as many as a row."""
+    """RMSNorm of the gated tensor, in groups of `size` elements. The weight has `size` elements, or one per element of a row."""
     size: int = 0
     gate_first: bool = False
     """True if the gate is applied before the norm (Mamba 2) instead of after."""

@@ -1,6 +1,4 @@
-"""Library of the C kernels for CPUs: its build with the local compiler, its functions and structures, and packed weights
-(GEMM).
-"""
+"""Library of the C kernels for CPUs: build with the local compiler, functions and structures, and packed weights (GEMM)."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ def build_library() -> tuple[ctypes.CDLL | None, Support]:
 
 
 def _openmp() -> Path | None:
-    """Return the OpenMP runtime that torch has loaded. A second runtime would create a thread pool that competes for the
-    cores.
-    """
+    """Return the OpenMP runtime that torch has loaded. A second one would create a thread pool that competes for cores."""
     torch.get_num_threads()
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
