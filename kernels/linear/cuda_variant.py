@@ -88,7 +88,7 @@ def few_rows_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scal
 
 
 def warps_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
-    """Return the shared memory of warp_step.cuh in bytes: rings, x if it stays there, and sums. scale_bytes: bytes per scale."""
+    """Return the shared memory of warp_step.cuh in bytes: rings, x if it stays, sums. scale_bytes: per scale, at most 4."""
     rows, halves, groups = PART_ROWS * tiling.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
     if weight.scale_rows > 1:
         scales = -(-tiling.tiles * 4 // 16) * 16
