@@ -20,9 +20,9 @@ from headway.kernels.runtime.probe import HALF_DTYPES, at_least, find, has_gpu
 
 MODULE = "flash_attn.flash_attn_interface"
 ENTRY = "flash_attn_gpu"
-"""Name under which flash-attn's Python code imports its compiled module."""
+"""Name by which flash-attn's Python code imports its compiled module."""
 ARITY = {"varlen_fwd": 21, "fwd_kvcache": 20}
-"""Number of arguments of the compiled functions since flash-attn 2.7. They are positional, so only their number can be probed."""
+"""Number of arguments of each compiled function since flash-attn 2.7. They are positional, so only that can be checked."""
 HINT = (
     "take the prebuilt wheel for your torch, CUDA and Python from https://github.com/Dao-AILab/flash-attention/releases; "
     "else pip install flash-attn --no-build-isolation, which compiles: minutes for one GPU architecture on 16 cores, hours on few"
@@ -84,7 +84,7 @@ class FlashAttention2(VarlenAttention):
         return f"flash_fwd_splitkv_kernel (flash-attn 2, {'fwd_kvcache' if phase is Phase.DECODE else 'varlen_fwd'})"
 
     def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
-        """Run split-KV decode if all sequences have equally many new tokens, otherwise varlen attention (ragged verification)."""
+        """Run split-KV decode if all sequences have the same number of new tokens, else varlen attention (verification)."""
         assert lse is None, "not declared"
         if not plan.uniform:
             self.attend(q, cache.key, cache.value, plan, out)

@@ -26,36 +26,36 @@ LATENT_HEAD = (576, 512)
 """head_dim and v_head_dim of DeepSeek's absorbed MLA: the key is the value's 512 elements plus 64 with RoPE."""
 MAX_HEADS_WITH_SINKS = 64
 WORKSPACE = 256 * 2**20
-"""Maximum size of split-KV partial results in bytes. The library sizes them for the longest sequence and allocates them for every
-query token, which could be gigabytes for many extends; such steps fill the GPU without splits."""
+"""Maximum size of split-KV partial results, in bytes. The library allocates for every query token the number of partial results
+of the longest sequence, which could be gigabytes for many extends; such steps fill the GPU without splits."""
 TILE = 128
 """Maximum number of query rows (tokens x heads of a group) per program of the library."""
 MAX_PAIRS = 2**24
-"""Maximum of query tokens x context tokens in a warm-up step. Larger steps use the same kernels as shorter ones."""
+"""Maximum product of query tokens and context tokens in a warm-up step. Larger steps use the same kernels as smaller ones."""
 ALIGNMENT = 16
-"""Alignment in bytes that TMA requires of rows."""
+"""Alignment of rows that TMA requires, in bytes."""
 
 
 @dataclass
 class FlashStep:
-    """Arguments of the library's calls for one view of a step, without a layer's tensors."""
+    """Arguments of the library's calls for one step, except the layers' tensors."""
 
     paged: bool
     """True if keys are read from the cache. False means that all keys are this step's k and v."""
     arguments: list[Any]
     schedule: list[Any] | None = None
-    """Arguments of the operator that plans the split. Only captured steps keep them: lengths change between replays, so the
-    operator runs inside the graph, before the first layer."""
+    """Arguments of the operator that plans the split. Only captured steps store them: lengths change between replays, so the
+    operator runs inside the CUDA graph, before the first layer."""
     first: LayerCache | None = None
-    """Cache of the first layer."""
+    """Cache of the layer that runs first, before which a captured step plans the split."""
 
 
 class FlashAttention3(AttentionBackend):
     """FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608): warp-specialised varlen prefill, paged extend and split-KV decode.
 
-    Operators are called directly, with the argument names of their schema, so that builds of upstream, vLLM and SGLang all work.
-    FP8 caches are not supported: the library would need an e4m3 query and round the softmax weights to 3 mantissa bits. The
-    relative error against float64 over the same cache is then 0.036; this contract accepts 0.008.
+    Operators are called directly, with the argument names of their schema, so that the builds of upstream, vLLM and SGLang all
+    work. FP8 caches are not supported: the library would need an e4m3 query and would round the softmax weights to 3 mantissa
+    bits. The relative error against float64 over the same cache would then be 0.036; Headway's contract accepts 0.008.
     """
 
     name = "flash_attn_3"
@@ -139,8 +139,8 @@ class FlashAttention3(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Return whether the cache's strides allow TMA loads. Caches in other layouts are accepted for prompts without context
-        only."""
+        """Return whether the cache's strides allow TMA loads. Caches with other strides are accepted only for prompts without
+        context."""
         if cls.capabilities.layouts is not None and cache.layout not in cls.capabilities.layouts:
             return YES
         for name, rows in (("key", cache.logical_key), ("value", cache.logical_value)):
@@ -160,8 +160,8 @@ class FlashAttention3(AttentionBackend):
         return min(WORKSPACE, self._most_splits(1) * self._bytes_per_split(max_num_tokens))
 
     def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
-        """Yield steps that reach the library's compiled kernels: query rows around a half and a full tile, with and without
-        splits."""
+        """Yield steps that together use all of the library's compiled kernels: query rows around half a tile and a full tile,
+        with and without splits."""
         rows = TILE // self.spec.group_size
         longest = limits.max_decode_len if phase is Phase.DECODE else min(limits.max_num_tokens, limits.max_model_len)
         fewest = 2 if phase is Phase.EXTEND else 1
@@ -183,7 +183,7 @@ class FlashAttention3(AttentionBackend):
         return step
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> FlashStep:
-        """Return a plan whose split planning is captured in the graph, and so uses the lengths on the device."""
+        """Return a plan whose split planning is captured in the CUDA graph and therefore uses the lengths on the device."""
         return self._step(metadata, lengths_hold=False)
 
     def prefill(
@@ -242,8 +242,8 @@ class FlashAttention3(AttentionBackend):
         """Return the num_splits argument: 0 for the library's rule, 1 if it would split no sequence, or the maximum for
         WORKSPACE.
 
-        The library's rule splits a sequence that takes one SM longer than all SMs need for all work. If there is none, splits
-        would only add the launch that merges partial results.
+        The library's rule splits sequences that take one SM longer than all SMs together need for the whole step. If there are
+        none, splits would only add the launch that merges partial results.
 
         lengths_hold: True if the host knows this step's lengths.
         """
@@ -258,15 +258,14 @@ class FlashAttention3(AttentionBackend):
         return 0 if self._most_splits(int(tiles.max())) * each <= WORKSPACE else max(1, WORKSPACE // each)
 
     def _most_splits(self, tiles: int) -> int:
-        """Return the maximum number of splits by the library's rule: enough programs for all SMs if there is only one
-        sequence."""
+        """Return the maximum number of splits by the library's rule: one sequence without others gets a program on every SM."""
         return min(128, max(1, self._multiprocessors // (self.spec.num_kv_heads * tiles)))
 
     def _bytes_per_split(self, num_tokens: int) -> int:
         return num_tokens * self.spec.num_heads * (self.spec.v_head_dim + 1) * 4
 
     def _rows(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        """Return key and value as views [num_blocks, block_size, num_kv_heads, elements]."""
+        """Return the cache's keys and values as views [num_blocks, block_size, num_kv_heads, elements]."""
         if self._latent:
             return cache.key[..., self._latent :], cache.value
         if cache.layout == NHD:

@@ -1,7 +1,7 @@
-"""FlashAttention 3 libraries of other packages: find one, test it in a child process, load it, and bind its operators by name.
+"""FlashAttention 3 libraries in other packages: search, test in a child process, loading, and binding of operators by name.
 
-A library built for another torch may crash the process that loads it. `python -m headway.backends.flash_attn_3_library PATH`
-loads one, calls it once, and prints the result as one line of JSON.
+A library built for a different release of torch may crash the process that loads it. `python -m
+headway.backends.flash_attn_3_library PATH` loads a library, calls it once, and prints the result as one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NEEDED: Final = frozenset(
         *("softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap", "scheduler_metadata", "num_splits"),
     )
 )
-"""Arguments that the forward operator must have."""
+"""Names of the arguments that the forward operator must have."""
 GIVEN: Final = NEEDED | {"batch_size", "num_heads", "num_heads_k", "headdim", "headdim_v", "qkv_dtype"}
-"""Arguments that this backend always passes if the operator has them."""
+"""Names of the arguments that this backend always passes if the operator has them."""
 OTHER_NAMES: Final = {"qv": "q_v", "sinks": "s_aux", "learnable_sink": "s_aux", "causal": "is_causal"}
 """Name of an argument in some packages -> its name in this backend."""
 AT_REST: Final = {
@@ -49,7 +49,7 @@ AT_REST: Final = {
     "window_size_left": -1,
     "window_size_right": -1,
 }
-"""Neutral values for arguments without a default in the operator's schema. Optional arguments get None."""
+"""Argument without a default in the operator's schema -> neutral value. Optional arguments are set to None."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Operators:
 
     forward: BoundOperator
     schedule: BoundOperator | None
-    """Operator that plans a step's split once for all layers, or None if the library does not expose it."""
+    """Operator that plans a step's split once for all layers. None if the library does not expose it."""
 
     @classmethod
     def of(cls, namespace: str) -> Operators:
@@ -77,7 +77,7 @@ class Operators:
 
     @property
     def latent(self) -> bool:
-        """True if the forward operator supports absorbed MLA: an argument q_v for the query's part that matches the value."""
+        """True if the forward operator supports absorbed MLA: an argument q_v for the query part that matches the value."""
         return "q_v" in self.forward.place
 
 
@@ -86,7 +86,7 @@ def _bound(overload: Any, needed: frozenset[str]) -> BoundOperator:
 
 
 def registered(before: frozenset[str] = frozenset()) -> list[str]:
-    """Return namespaces that are not in `before` and whose `fwd` reads a page table."""
+    """Return the torch namespaces that are not in `before` and whose `fwd` reads a page table."""
     schemas = torch._C._jit_get_all_schemas()
     suffix = f"::{FORWARD}"
     found = {
@@ -102,7 +102,7 @@ TOLERANCE = 2e-2
 
 
 def examine(path: str) -> dict[str, str]:
-    """Load and test a library. Return {"namespace": ...} if its results are right, otherwise {"error": reason}."""
+    """Load and test a library. Return {"namespace": ...} if its results are correct, otherwise {"error": reason}."""
     before = frozenset(registered())
     try:
         torch.ops.load_library(path)
@@ -169,9 +169,9 @@ SEARCH = LibrarySearch(
     ),
     "headway.backends.flash_attn_3_library",
 )
-"""torch is not listed, because its `activate_flash_attention_impl("FA3")` imports the first."""
+"""Search for the library. torch is not listed, because its `activate_flash_attention_impl("FA3")` imports the first package."""
 GENERATION = 9
-"""Major compute capability of the supported GPUs."""
+"""Supported major compute capability of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -179,14 +179,14 @@ class Library:
     """A library that works on this machine."""
 
     home: str
-    """Package that contains the library."""
+    """Name of the package that contains the library."""
     path: Path
     operators: Operators
 
 
 @cache
 def find_library() -> tuple[Library | None, Support]:
-    """Load the first library that works into this process, and return it; or (None, reasons) with a reason for each candidate."""
+    """Load the first library that works into this process. Return (library, support), or (None, a reason for each candidate)."""
     here = has_gpu()
     if here:
         major, minor = torch.cuda.get_device_capability()
@@ -198,8 +198,7 @@ def find_library() -> tuple[Library | None, Support]:
 
 
 def load(candidate: LibraryCandidate, namespace: str) -> Library:
-    """Load a library that the child process has tested, if not yet loaded. :raises OSError or BackendError: if it does not
-    work."""
+    """Load a library tested by the child process, unless it is already loaded. :raises OSError or BackendError: if that fails."""
     if namespace not in registered():
         torch.ops.load_library(str(candidate.path))
     return Library(candidate.home, candidate.path, Operators.of(namespace))

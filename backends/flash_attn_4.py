@@ -28,17 +28,17 @@ PARAMETERS = frozenset(
 )
 HINT = "pip install --pre flash-attn-4 (no compiler needed; unpack it after flash-attn 2, whose folder holds an old copy)"
 MAJORS = (9, 10)
-"""Major compute capabilities whose forward pass uses their tensor cores and supports a paged cache."""
+"""Major compute capabilities for which the library's forward pass uses tensor cores and supports a paged cache."""
 TILE = 128
-"""Number of keys per tile for heads up to 128. A block of this size is loaded by TMA."""
+"""Number of keys per tile for heads of up to 128 elements. Blocks of this size are loaded by TMA."""
 
 
 class FlashAttention4(VarlenAttention):
     """Varlen prefill with Hopper's and Blackwell's tensor-core instructions; extend and decode over a paged cache.
 
-    Calls the forward function below `flash_attn_varlen_func`, because it accepts `out`; the public function allocates. A kernel
-    is compiled at its first call, so run a step before capturing it. The library has no split-KV on Hopper: decode with few
-    sequences and long contexts leaves most of the GPU idle.
+    It calls the forward function below `flash_attn_varlen_func`, because that accepts `out`; the public function allocates its
+    output. A kernel is compiled at its first call, so a step must run before it is captured. The library has no split-KV on
+    Hopper: decode with few sequences and long contexts leaves most of the GPU idle.
     """
 
     name = "flash_attn_4"
@@ -96,7 +96,7 @@ class FlashAttention4(VarlenAttention):
         return f"FlashAttentionForward{generation} (flash-attn-4, {'varlen' if phase is Phase.PREFILL else 'paged'})"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """Call the forward function. Paged calls are batched if all sequences have equally many new tokens."""
+        """Call the forward function. Paged calls are batched if all sequences have the same number of new tokens."""
         starts: Tensor | None = plan.starts
         keys: dict[str, Any] = {"cu_seqlens_k": plan.starts}
         if plan.paged:

@@ -90,7 +90,7 @@ class NativeAttention(AttentionBackend):
         return "paged decode (our C)"
 
     def plan(self, metadata: AttentionMetadata) -> NativePlan:
-        """Return the number of keys that each token sees, and its sequence. A sequence's last token sees all of its keys."""
+        """Return a plan with each token's sequence and number of visible keys. A sequence's last token sees all of its keys."""
         starts = metadata.query_start_loc_cpu.numpy()
         counts = numpy.diff(starts)
         sequences = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
@@ -122,11 +122,11 @@ class NativeAttention(AttentionBackend):
         self._run(q, None, None, cache, plan, out)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: NativePlan, out: Tensor) -> None:
-        """Write k and v and compute attention over the cache in one call of the library."""
+        """Write k and v, and compute attention over the cache, in one call of the C library."""
         self._run(q, _by_head(k), _by_head(v), cache, plan, out)
 
     def _run(self, q: Tensor, k: Tensor | None, v: Tensor | None, cache: LayerCache, plan: NativePlan, out: Tensor) -> None:
-        """Run decode. k, v: rows to write first, or None."""
+        """Run decode. k, v: rows to write to the cache first, or None to write nothing."""
         q, target = _by_head(q), out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         call = DecodeStruct(
             step=ctypes.pointer(self._step if is_recording() and plan is self._newest else plan.step),
@@ -145,7 +145,7 @@ class NativeAttention(AttentionBackend):
 
 
 def _by_head(rows: Tensor) -> Tensor:
-    """Return rows [tokens, heads, dim] with contiguous heads."""
+    """Return rows [tokens, heads, dim] in which the elements of each head are contiguous."""
     return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Options of backends from `--attn-opt`, and conversion of numeric ones."""
+"""Options of backends from `--attn-opt`, and conversion of numeric options."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from headway.core.contract.errors import ConfigError
 
 Options = Mapping[str, str] | None
-"""The options of one backend, by name; None if none is given."""
+"""Option name -> value, for one backend. None means that no option is given."""
 
 
 def count_of(backend: str, options: Options, name: str, most: int | None = None) -> int | None:
-    """Return the number given by `--attn-opt BACKEND.NAME`, or None. :raises ConfigError: if it is not from 1 to `most`."""
+    """Return the integer given by `--attn-opt BACKEND.NAME`, or None. :raises ConfigError: if it is not between 1 and `most`."""
     text = (options or {}).get(name)
     if text is None:
         return None

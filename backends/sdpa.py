@@ -31,13 +31,12 @@ _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True, slots=True)
 class ContiguousBlocks:
-    """Sequences of equal length whose blocks have constant distances. Their rows can often be read in place, as a strided
-    view."""
+    """Sequences of equal length whose blocks are evenly spaced. Their rows can often be read in place, as a strided view."""
 
     first: int
-    """First block of the first sequence."""
+    """Index of the first sequence's first block."""
     apart: int
-    """Distance in blocks from a sequence's first block to the next sequence's."""
+    """Distance in blocks from a sequence's first block to the first block of the next sequence."""
     step: int
     """Distance in blocks between successive blocks of a sequence. 0 if there is only one block."""
     count: int
@@ -45,7 +44,7 @@ class ContiguousBlocks:
 
     @classmethod
     def of(cls, table: NDArray[numpy.int32], kv_len: int) -> ContiguousBlocks | None:
-        """Return the runs in a table [count, blocks] of sequences of length kv_len, or None if distances are not constant."""
+        """Return a description of a table [count, blocks] of sequences of length kv_len; None if spacing is uneven."""
         first, steps = table[:, 0], numpy.diff(table)
         apart = int(first[1] - first[0]) if len(first) > 1 else 0
         step = int(steps[0, 0]) if steps.size else 0
@@ -70,26 +69,25 @@ class DenseGroup:
     """Consecutive sequences for one dense call: `count` sequences with `query_len` new tokens each."""
 
     tokens: slice
-    """Packed tokens of these sequences."""
+    """Range of these sequences' packed tokens."""
     count: int
     query_len: int
     slots: Tensor | None
-    """int64 [count, kv_len]: slots of the keys, padded to the longest sequence. None means all keys are this step's k and v."""
+    """int64 [count, kv_len]: slots of the keys, padded to the longest sequence. None: keys are this step's k and v."""
     bias: Tensor | None
-    """Added to the scores (0, -inf or ALiBi): [count or 1, num_heads or 1, query_len, kv_len]. None means at most a causal
-    mask."""
+    """[count or 1, num_heads or 1, query_len, kv_len]: bias of scores (0, -inf or ALiBi). None means a causal mask or none."""
     causal: bool
     """True if the call must apply a causal mask (query_len = kv_len, no bias)."""
     run: ContiguousBlocks | None = None
-    """Description of `slots` as evenly spaced blocks, if they are; otherwise None."""
+    """Description of `slots` as evenly spaced blocks. None if the blocks are not evenly spaced."""
 
 
 class SDPA(AttentionBackend):
     """torch's SDPA, which selects the kernel: flash on a CPU, flash or memory-efficient on a GPU.
 
     cuDNN is used only on request: for every new shape, torch builds a cuDNN plan, which takes tens of milliseconds
-    (pytorch/pytorch#155958). In serving, nearly every step has a new shape; a benchmark that repeats one shape does not show
-    this.
+    (pytorch/pytorch#155958). When serving, nearly every step has a new shape; a benchmark that repeats one shape does not show
+    this cost.
     """
 
     name = "sdpa"
@@ -123,7 +121,7 @@ class SDPA(AttentionBackend):
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
 
     def plan(self, metadata: AttentionMetadata) -> list[DenseGroup]:
-        """Group consecutive sequences into dense calls, and make gather indices and masks once for all layers."""
+        """Return groups of consecutive sequences for dense calls, with gather indices and masks for all layers."""
         decode = metadata.phase is Phase.DECODE
         lens = zip(metadata.query_lens, metadata.kv_lens, strict=True)
         # Decodes are padded to the longest of their group; prefills are grouped only with equal shapes.
@@ -185,7 +183,7 @@ class SDPA(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Compute attention over this step's k and v without a context, otherwise over gathered rows."""
+        """Compute attention over this step's k and v if there is no context, otherwise over gathered rows."""
         with self.allowed_kernels():
             for group in plan:
                 if group.slots is None:
@@ -259,7 +257,7 @@ class SDPA(AttentionBackend):
 
 
 class SDPAMath(SDPA):
-    """Baseline: torch's MATH kernel, which stores all scores. Slow but accurate."""
+    """Baseline that uses torch's MATH kernel, which stores all scores. It is slow but accurate."""
 
     name = "sdpa.math"
     options: ClassVar[Mapping[str, str]] = {}
@@ -274,8 +272,7 @@ class SDPAMath(SDPA):
 
 
 def _explicit(spec: AttentionSpec) -> bool:
-    """Return whether SDPA cannot compute the layer: it has no soft cap or sinks, and its bias in q's dtype is too coarse for
-    ALiBi."""
+    """Return whether SDPA cannot compute a layer: it lacks soft cap and sinks, and q's dtype is too coarse for ALiBi biases."""
     return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
 
 
@@ -309,8 +306,8 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32])
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return a bool mask: whether the query at p sees a key. Causal with window w: p - w + 1 .. p; not causal: |p - key| < w, or
-    all."""
+    """Return a bool mask, True if the query at p sees the key. Causal with window w: keys p - w + 1 .. p; not causal: |p - key| <
+    w, or all."""
     distance = query_positions - key_positions
     if spec.causal:
         seen = distance >= 0

@@ -1,4 +1,4 @@
-"""The attention backend `torch_varlen`, and the base class of backends that call a varlen attention library."""
+"""The attention backend `torch_varlen`, and the base class of backends that call a library for varlen attention."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headway.kernels.runtime.probe import HALF_DTYPES, at_least, declares, find,
 
 @dataclass(frozen=True, slots=True)
 class VarlenStep:
-    """Arguments of one step's library calls. Tensors are the metadata's, so a captured graph reads their later contents."""
+    """Arguments of one step's library calls. Tensors are the metadata's, so that captured graphs read their later contents."""
 
     starts: Tensor
     """int32 [num_seqs + 1]: index of each sequence's first packed token."""
     kv_lens: Tensor
     """int32 [num_seqs]: number of keys of each sequence, 0 for a padding row."""
     block_table: Tensor
-    """int32 [num_seqs, max_blocks]."""
+    """int32 [num_seqs, max_blocks]: block numbers of each sequence."""
     num_seqs: int
     max_query_len: int
     max_kv_len: int
@@ -39,7 +39,7 @@ class VarlenStep:
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> VarlenStep:
-        """Return the arguments for one view of a step, without device work."""
+        """Return the arguments for the step that `metadata` describes, without device work."""
         return cls(
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -57,7 +57,7 @@ class VarlenAttention(AttentionBackend):
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """Compute attention with the library.
+        """Compute attention by calling the library.
 
         k, v: if `plan.paged`, the cache's [num_blocks, block_size, num_kv_heads, head_dim]; otherwise this step's packed
         [num_tokens, num_kv_heads, head_dim].

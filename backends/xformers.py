@@ -1,4 +1,5 @@
-"""The attention backend `xformers`: CUTLASS or flash prefill and Triton split-K decode through memory_efficient_attention."""
+"""The attention backend `xformers`: prefill by CUTLASS or flash, and decode by Triton split-K, through
+memory_efficient_attention."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from headway.kernels.runtime.probe import HALF_DTYPES, at_least, find, has_gpu
 MODULE = "xformers.ops.fmha"
 SPLIT_K = "triton_splitk"
 OPERATORS = ("flash", "cutlass", SPLIT_K)
-"""Modules of xformers.ops.fmha, each with one operator `FwOp`."""
+"""Names of the modules of xformers.ops.fmha, each with one operator `FwOp`."""
 HINT = (
     "pip install --no-deps xformers; where its C++ part, built for CUDA 12, is said not to load, "
     "pip install nvidia-cuda-runtime-cu12 and put its lib folder on LD_LIBRARY_PATH"
@@ -40,7 +41,7 @@ FLASH_BLOCK_MULTIPLE = 256
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One library call for consecutive sequences."""
+    """Arguments of one library call for consecutive sequences."""
 
     tokens: slice
     operator: Any
@@ -48,15 +49,15 @@ class OperatorCall:
     paged: bool
     """True if keys are read from the cache. False means that all keys are this step's k and v."""
     source: Tensor | None
-    """The metadata's block table if the mask holds a wider copy of it, otherwise None."""
+    """The metadata's block table if the mask contains a wider copy of it, otherwise None."""
 
 
 class XFormersAttention(AttentionBackend):
     """xformers with explicit operators, and masks that reference the metadata's tensors, so that nothing is copied to the device.
 
     The split-K kernel is compiled for each number of sequences and each width of the block table; widths are rounded up to powers
-    of two to limit compilations. xformers takes no output tensor: its result is copied to `out`. It does not support windows,
-    soft cap or ALiBi over a paged cache.
+    of two to limit compilations. xformers does not accept an output tensor, so its result is copied to `out`. It does not support
+    windows, soft cap or ALiBi over a paged cache.
     """
 
     name = "xformers"
@@ -83,7 +84,7 @@ class XFormersAttention(AttentionBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether any operator works here. `supports` reports per phase which ones do."""
+        """Return whether any operator works on this machine. `supports` reports for each phase which operators work."""
         support = has_gpu() & find(MODULE, "memory_efficient_attention_forward", HINT)[1]
         if not support:
             return support
@@ -113,7 +114,7 @@ class XFormersAttention(AttentionBackend):
         return f"{load_operator(name).NAME} (xformers)"
 
     def plan(self, metadata: AttentionMetadata) -> list[OperatorCall]:
-        """Return one step's masks, for all layers. :raises BackendError: if a decode has too many query tokens for split-K's
+        """Return one step's masks, for all layers. :raises BackendError: if a decode has too many query tokens for the split-K
         mask."""
         phase = metadata.phase
         if phase is Phase.PREFILL:
@@ -177,7 +178,7 @@ class XFormersAttention(AttentionBackend):
             self._run(q, k, v, group, out)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: list[OperatorCall], out: Tensor, lse: Tensor | None = None) -> None:
-        """Run one call per group of sequences with equally many new tokens."""
+        """Run one call for each group of sequences with the same number of new tokens."""
         assert lse is None, "not declared"
         for group in plan:
             if group.source is not None and q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -200,7 +201,7 @@ class XFormersAttention(AttentionBackend):
         out.copy_(answer.reshape(out.shape))
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        """Return rows [tokens, heads, dim] as BMGHK [1, tokens, num_kv_heads, group_size, head_dim]. Keys get stride 0 over
+        """Return rows [tokens, heads, dim] as BMGHK [1, tokens, num_kv_heads, group_size, head_dim]. Keys have stride 0 along
         groups."""
         groups, heads, head_dim = self.spec.num_kv_heads, self.spec.group_size, self.spec.head_dim
         if rows.dim() == 4:
@@ -228,13 +229,13 @@ def _default_prefill() -> str:
 
 @once
 def load_operator(name: str) -> Any:
-    """Return the library's forward operator from a module's name."""
+    """Return the library's forward operator. name: name of the operator's module."""
     return import_module(f"{MODULE}.{name}").FwOp
 
 
 @once
 def operator_works(name: str) -> Support:
-    """Return whether an operator works. On a GPU this tests a tiny input, since `is_available` ignores the C++ extension."""
+    """Return whether an operator works. On a GPU, this tests a tiny input, since `is_available` ignores the C++ extension."""
     module = f"{MODULE}.{name}"
     operator, support = find(module, "FwOp", HINT)
     if not support:
@@ -247,7 +248,7 @@ def operator_works(name: str) -> Support:
 
 
 def _refusals(operator: Any, inputs: Any) -> list[str]:
-    """Return the library's reasons against a call, without reasons that do not apply here.
+    """Return the library's reasons for refusing a call, except reasons that do not apply.
 
     If its C++ extension does not load, xformers refuses every operator, although these do not use it: CUTLASS is torch's kernel,
     flash is from flash-attn or torch, and split-K is a Triton kernel.
@@ -256,7 +257,8 @@ def _refusals(operator: Any, inputs: Any) -> list[str]:
 
 
 def _flash_reads_blocks() -> Support:
-    """Return whether xformers' flash supports a paged cache: only with the package flash-attn, not with torch's copy of it."""
+    """Return whether xformers' flash operator supports a paged cache: only with the package flash-attn, not with torch's copy of
+    it."""
     kind = import_module(f"{MODULE}.attn_bias").PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
     if kind in load_operator("flash").SUPPORTED_ATTN_BIAS_TYPES:
         return Support()

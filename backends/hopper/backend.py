@@ -29,7 +29,7 @@ from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 
 _LOG2E = math.log2(math.e)
 ARGUMENTS = Struct("=8Q4q6i2f")
-"""Format of struct Arguments in shape.cuh."""
+"""Layout of `struct Arguments` in shape.cuh."""
 _MAX_MAPS = 1024  # Maximum number of cached tensor maps: three per layer, and more if activations have several addresses or sizes
 
 
@@ -38,14 +38,14 @@ class HopperPlan:
     """Plan of one step."""
 
     dense: bool
-    """True if no sequence has a context: all keys and values are this step's."""
+    """True if no sequence has a context, so that all keys and values are this step's k and v."""
     kernel: CompiledKernel | None
-    """None if the step has no work."""
+    """Compiled kernel. None if the step has no work."""
     launch: Launch | None
     box: int
     """Number of slots per copy of keys."""
     addresses: tuple[int, int, int, int, int]
-    """Addresses of items, block table, partial results, tickets and queue."""
+    """Device addresses of items, block table, partial results, tickets and queue."""
     table_row: int
     numbers: tuple[int | float, ...]
     """Kernel arguments after the strides."""
@@ -55,10 +55,10 @@ class HopperPlan:
 
 
 class HopperKernels:
-    """Prefill and extend for one kind of layer. Runs on one stream, because its launches share a queue.
+    """Prefill and extend for one kind of layer. All launches must be on one stream, because they share a queue.
 
     :raises UnsupportedError: if no compiler is found.
-    :raises BackendError: if the kernel does not compile.
+    :raises BackendError: if the kernel cannot be compiled.
     """
 
     def __init__(self, spec: AttentionSpec, block_size: int, num_splits: int | None = None) -> None:
@@ -95,7 +95,7 @@ class HopperKernels:
         return kernel
 
     def plan(self, metadata: AttentionMetadata) -> HopperPlan:
-        """Split the sequences of a prefill or extend into items, and return the launch for all layers."""
+        """Split the sequences of a prefill or extend into items, and return the plan for all layers."""
         spec, tiles = self._spec, self._tiles
         dense = metadata.phase is Phase.PREFILL
         most_rows = metadata.max_query_len * spec.group_size
@@ -173,12 +173,12 @@ class HopperKernels:
         plan.kernel(plan.launch, self._arguments)
 
     def workspace_bytes(self) -> int:
-        """Return the maximum size of partial results in bytes. Steps that fill the GPU are not split."""
+        """Return the maximum size of partial results, in bytes. Steps that fill the GPU are not split."""
         tile, spec = self._tiles.wide, self._spec
         return 4 * self._programs * tile.groups * _partial_floats(spec.v_head_dim) * 4
 
     def _query_map(self, q: Tensor, tile: AttentionTile) -> bytes:
-        """Return the tensor map of queries, viewed as [token, kv head, head of the group, dim], by tiles."""
+        """Return the tensor map of queries, viewed as [token, kv head, head of the group, dim], with boxes of one tile."""
         key = (q.data_ptr(), q.shape[0], q.stride(), tile.rows)
         known = self._maps.get(key)
         if known is None:
@@ -206,8 +206,7 @@ class HopperKernels:
         return encoded
 
     def _grow(self, schedule: Schedule) -> None:
-        """Enlarge the buffers for partial results. Old buffers are kept, because earlier steps or captured graphs may use
-        them."""
+        """Enlarge the buffers for partial results. Old buffers stay allocated, since earlier steps or graphs may use them."""
         heads, groups = self._spec.num_kv_heads, schedule.tile.groups
         floats = schedule.num_partials * heads * groups * _partial_floats(self._spec.v_head_dim)
         tickets = schedule.num_tickets * heads * groups
@@ -225,7 +224,7 @@ def _partial_floats(v_head_dim: int) -> int:
 
 
 CAPABILITY = (9, 0)
-"""Compute capability that has the instructions used here (wgmma, setmaxnreg). No other has them."""
+"""Compute capability whose instructions the kernels need (wgmma, setmaxnreg). No other capability has them."""
 _HINT = "name triton, which runs on every GPU"
 
 
@@ -234,7 +233,7 @@ class HopperBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Return whether claims and GPU fit. The scale must be positive, since the softmax takes the maximum before scaling."""
+        """Return whether capabilities and GPU allow a layer. The scale must be positive: the softmax maximum precedes scaling."""
         support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
         if spec.scale <= 0:
             support &= Support.no("scale", "a positive number", spec.scale)
@@ -274,7 +273,7 @@ class HopperAttention(HopperBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Return whether rows are 16-byte aligned, as TMA requires of a cache that is read."""
+        """Return whether the cache's rows are 16-byte aligned, as TMA requires of a cache that is read."""
         if cache.layout not in (cls.capabilities.layouts or ()):
             return YES  # only prompts without context run, which do not read the cache
         return has_rows_of_16_bytes("key", cache.logical_key) & has_rows_of_16_bytes("value", cache.logical_value)
@@ -297,7 +296,7 @@ class HopperAttention(HopperBackend):
 
 
 def is_hopper(device: torch.device) -> Support:
-    """Return whether a device has the required instructions, or YES without a device to check."""
+    """Return whether a device has the required instructions. Without a device to check, the answer is YES."""
     found = capability(device)
     if found is None or found == CAPABILITY:
         return YES

@@ -1,4 +1,4 @@
-"""The attention backend `hopper_decode`: split-KV decode in CUDA C++, with the split schedule from Triton's decode."""
+"""The attention backend `hopper_decode`: split-KV decode in CUDA C++, with the split schedule of the Triton decode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headway.kernels.runtime.probe import HALF_DTYPES
 from headway.kernels.runtime.triton_launch import Workspace
 
 ARGUMENTS = Struct("=13Q16q5i2f4x")
-"""Format of struct DecodeArguments in decode.cu."""
+"""Layout of `struct DecodeArguments` in decode.cu."""
 TILE = 16
 """Number of keys in a warp's tile."""
 _MAX_COLUMNS = 512  # Maximum of (query rows / 8) x head_dim: accumulators are in registers
@@ -51,7 +51,7 @@ class Ring:
 
     @classmethod
     def of(cls, head_dim: int) -> Ring:
-        """Return the fastest of the rings tried on an H100 for head_dim 128. Longer rows leave room for half the warps."""
+        """Return the fastest ring measured on an H100 for head_dim 128. Longer rows leave shared memory for half the warps."""
         return cls(8, 2) if head_dim <= 128 else cls(4, 3)
 
     @property
@@ -61,7 +61,7 @@ class Ring:
 
 
 def config_of(ring: Ring) -> DecodeConfig:
-    """Return cost-model parameters, fitted to 16/8 heads of 128 on an H100. merge_launch_us: counting and reading the parts."""
+    """Return cost-model parameters, fitted to 16/8 heads of 128 on an H100. merge_launch_us: time to count and read the parts."""
     return DecodeConfig(
         block_n=ring.keys,
         num_warps=ring.warps,
@@ -112,7 +112,7 @@ class HopperDecode(Decode):
     """Decode and verification for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
-        """:raises UnsupportedError: if no compiler is found. :raises BackendError: if the kernel does not compile."""
+        """Prepare decode. :raises UnsupportedError: without a compiler. :raises BackendError: if a kernel does not compile."""
         super().__init__(setup, num_splits)
         spec = setup.spec
         self.configs = (config_of(Ring.of(spec.head_dim)),)
@@ -130,7 +130,7 @@ class HopperDecode(Decode):
         return tile, min(rows, tile), -(-rows // tile)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Return the plan of a decode, and compile the kernel for its number of query rows if necessary."""
+        """Return the plan of a decode step, and compile the kernel for the step's number of query rows if necessary."""
         plan = super().plan(metadata)
         self._kernel(plan.block_m // 8)
         return plan
@@ -198,7 +198,7 @@ def _lies_in_words(rows: Tensor, elements: int) -> bool:
 
 
 def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> KernelSetup:
-    """Return the setup that kernels for a layer share."""
+    """Return the objects that the kernels for a layer share."""
     return KernelSetup(
         spec=spec,
         layer=Layer.of(spec),
@@ -211,7 +211,7 @@ def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> Kerne
 
 
 class SplitDecoding(HopperBackend):
-    """Base of H100 and H200 backends whose split schedule is computed by Triton's kernel."""
+    """Base of H100 and H200 backends whose split schedule is computed by a Triton kernel."""
 
     graph_level = GraphLevel.UNIFORM
     _decode: Decode
@@ -233,7 +233,7 @@ class SplitDecoding(HopperBackend):
         return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Split the sequences into chunks for the lengths that are now on the device."""
+        """Split the sequences into chunks for the current lengths on the device."""
         self._decode.split_again(plan, metadata.kv_lens)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
@@ -241,7 +241,7 @@ class SplitDecoding(HopperBackend):
 
 
 class HopperDecoding(SplitDecoding):
-    """CUDA C++ decode for H100 and H200: queries are the narrow operand of the MMAs, and warps do not wait for each other."""
+    """CUDA C++ decode for H100 and H200: the queries are the narrow operand of the MMAs, and warps do not wait for each other."""
 
     name = "hopper_decode"
     capabilities = Capabilities(
@@ -263,7 +263,7 @@ class HopperDecoding(SplitDecoding):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Return whether rows are 16-byte aligned, for 16-byte copies."""
+        """Return whether the cache's rows are 16-byte aligned, as the kernel's 16-byte copies require."""
         return has_rows_of_16_bytes("key", cache.logical_key) & has_rows_of_16_bytes("value", cache.logical_value)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The attention backend `hopper_mla`: MLA in CUDA C++, with split schedule and merge from Triton's MLA decode."""
+"""The attention backend `hopper_mla`: MLA in CUDA C++, with the split schedule and merge of the Triton MLA decode."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ ROWS = 64
 KEYS = 64
 """Number of keys per tile."""
 MAX_ROUNDS = 8
-"""Maximum number of programs per SM with splits."""
+"""Maximum number of programs per SM in a step with splits."""
 MAX_PARTS = 10
-"""Maximum number of partial results per SM, 131 KB each. Rounding in the split may exceed MAX_ROUNDS by a quarter."""
+"""Maximum number of partial results per SM, of 131 KB each. Rounding in the split may exceed MAX_ROUNDS by a quarter."""
 THREADS = 384
 ARGUMENTS = Struct("=6Q4q3if")
-"""Format of struct LatentArguments in latent.cuh."""
+"""Layout of `struct LatentArguments` in latent.cuh."""
 _PANEL = 64  # Elements of a row per copy: 128 bytes
 _LOG2E = math.log2(math.e)
 _MEMORY_BYTES_PER_US, _L2_BYTES_PER_US = 4.1e6, 5.5e6
@@ -55,17 +55,17 @@ _MEMORY_BYTES_PER_US, _L2_BYTES_PER_US = 4.1e6, 5.5e6
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """Division of query rows into tiles: several tokens with all their heads if they fit, otherwise part of one token's heads."""
+    """Division of query rows into tiles: several tokens with all heads if these fit, otherwise a part of one token's heads."""
 
     heads: int
     tokens: int
     cluster: int = 1
-    """Number of thread blocks that copy keys for each other: those with the heads of one token."""
+    """Number of thread blocks, those with the heads of one token, that copy keys for each other."""
 
     @classmethod
     def of(cls, num_heads: int, cluster: int | None = None) -> HeadTile | None:
         """Return tiles for a layer, or None if its heads do not divide into equal parts of at most ROWS. cluster: overrides the
-        rule."""
+        rule for the cluster size."""
         parts = -(-num_heads // ROWS)
         if num_heads % parts:
             return None
@@ -74,7 +74,7 @@ class HeadTile:
 
     @property
     def rows(self) -> int:
-        """Number of rows in use."""
+        """Number of tile rows in use."""
         return self.heads * self.tokens
 
 
@@ -105,7 +105,7 @@ class HopperLatentDecode(LatentDecode):
     """Decode, verification and extend for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None, tile: HeadTile) -> None:
-        """:raises UnsupportedError: if no compiler is found. :raises BackendError: if the kernel does not compile."""
+        """Prepare decode. :raises UnsupportedError: without a compiler. :raises BackendError: if a kernel does not compile."""
         super().__init__(setup, num_splits)
         spec, block_size = setup.spec, setup.block_size
         self._tile = tile
@@ -125,12 +125,12 @@ class HopperLatentDecode(LatentDecode):
         return self._tile.rows, min(next_power_of_2(rows), self._tile.rows), -(-rows // self._tile.rows)
 
     def splits_evenly(self, programs: int, splits: int) -> bool:
-        """Return True also if rows fill the GPU so often that splitting one long sequence is not worth its partial results."""
+        """Return True also if rows fill the GPU so often that splitting one long sequence would cost more than it gains."""
         many = splits == 1 and 3 * programs > 2 * MAX_PARTS * self.multiprocessors
         return many or super().splits_evenly(programs, splits)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Return the maximum size of partial results in bytes. With more programs nothing is split, unless splits are fixed."""
+        """Return the maximum size of partial results, in bytes. Larger steps have no splits, unless these are fixed."""
         fixed = max_chunk_count(max_num_seqs, self._num_splits, True) * self.tile(1)[2] if self._num_splits else 0
         most = max(MAX_PARTS * self.multiprocessors, fixed)
         return most * ROWS * (self._spec.v_head_dim + 1) * 4
@@ -173,11 +173,11 @@ class HopperLatentDecode(LatentDecode):
             plan.launches[key] = bound
 
     def _query_map(self, q: Tensor) -> bytes:
-        """Return the tensor map of queries, viewed as [token, kv head, head, dim], by tiles."""
+        """Return the tensor map of queries, viewed as [token, kv head, head, dim], with boxes of one tile."""
         return tensor_map(q.unsqueeze(1), (self._tile.tokens, 1, self._tile.heads, _PANEL))
 
     def _key_map(self, latents: Tensor) -> bytes:
-        """Return the tensor map of latents, viewed as [block, head, slot, dim], from [block, slot, head, dim, 1]."""
+        """Return the tensor map of latents, viewed as [block, head, slot, dim]. latents: [block, slot, head, dim, 1]."""
         return tensor_map(latents.squeeze(4).transpose(1, 2), (1, 1, math.gcd(KEYS, self._block_size), _PANEL))
 
 
@@ -187,8 +187,8 @@ def _launch(cluster: int, programs: int) -> Launch:
 
 
 def config_of(bytes_per_us: float) -> DecodeConfig:
-    """Return the split rule's cost model, derived from the kernel's MMAs: 2,176 tensor-core cycles per tile and about 600 of
-    waiting."""
+    """Return the split rule's cost model, derived from the kernel's MMAs: 2,176 tensor-core cycles and about 600 cycles of
+    waiting per tile."""
     return DecodeConfig(
         KEYS,
         num_warps=THREADS // 32,
@@ -209,7 +209,7 @@ _HINT = "name triton, which runs on every GPU"
 
 
 class HopperLatent(SplitDecoding):
-    """CUDA C++ MLA for H100 and H200: a tile of keys is copied once and used as key and value for 64 query rows."""
+    """CUDA C++ MLA for H100 and H200: a tile of keys is copied once, and used as both key and value for 64 query rows."""
 
     name = "hopper_mla"
     capabilities = Capabilities(
@@ -248,7 +248,7 @@ class HopperLatent(SplitDecoding):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Return whether rows are 16-byte aligned, as TMA requires."""
+        """Return whether the cache's rows are 16-byte aligned, as TMA requires."""
         return has_rows_of_16_bytes("key", cache.logical_key)
 
     @classmethod

@@ -17,13 +17,13 @@ from headway.core.contract.spec import AttentionSpec
 ITEM_INTS = 12
 """Number of integers in struct Item of shape.cuh."""
 SPLITS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-"""Candidate numbers of parts for the longest query tile."""
+"""Candidate numbers of parts into which the keys of the longest query tile are split."""
 L2_BYTES = 32 << 20
-"""Maximum bytes of keys and values for concurrent programs to share in L2, leaving room for other data (H100, H200)."""
+"""Maximum number of bytes of keys and values that concurrent programs share in L2, with room left for other data (H100, H200)."""
 _START = 1.3  # Fixed cost of an item, in key tiles: its first scores and last accumulation overlap with nothing
 _PARTIAL = 0.5  # Additional cost of an item with a partial result, in key tiles, and
 _MERGE = 0.25
-"""cost of reading one partial result back, in key tiles."""
+"""Time to read one partial result back, in units of the time of a key tile."""
 _COSTS = {1: 0.62, 2: 1.0, 3: 1.45}  # Relative time of a key tile, by number of warpgroups that run MMAs
 
 Ints = NDArray[numpy.int64]
@@ -31,7 +31,7 @@ Ints = NDArray[numpy.int64]
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Query tiles of a step and the range of key tiles of each, before splitting."""
+    """Query tiles of a step, and the range of key tiles of each query tile before splitting."""
 
     seq: Ints
     tile: Ints
@@ -50,7 +50,7 @@ class Schedule:
 
     tile: AttentionTile
     items: NDArray[numpy.int32]
-    """[num_items, ITEM_INTS], in the order in which programs take them."""
+    """[num_items, ITEM_INTS]: items in the order in which programs process them."""
     num_partials: int = 0
     """Number of partial results per kv head."""
     num_tickets: int = 0
@@ -70,10 +70,10 @@ class Problem:
     group: int
     """Number of query heads per kv head."""
     heads: int
-    """Number of kv heads. Each has all items."""
+    """Number of kv heads. Every kv head has all items."""
     window: int | None
     token_bytes: int
-    """Bytes of a token's key and value in one kv head."""
+    """Number of bytes of a token's key and value in one kv head."""
     programs: int
     """Number of thread blocks that run concurrently."""
 
@@ -93,15 +93,15 @@ class Problem:
         )
 
     def section(self, num_items: int) -> int:
-        """Return the number of kv heads whose keys and values fit the L2 cache together (0 if none), or all if there are few
-        items."""
+        """Return the number of kv heads whose keys and values together fit the L2 cache (0 if not even one), or all heads if
+        items are few."""
         if num_items * self.heads <= 4 * self.programs:
             return self.heads
         return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)
 
     def rows(self, tile: AttentionTile) -> QueryTiles:
-        """Return the query tiles by decreasing sequence length. Within a sequence, the last tile, with the most keys, comes
-        first."""
+        """Return the query tiles in order of decreasing sequence length. Within a sequence, the last tile, which has the most
+        keys, comes first."""
         tokens = tile.rows // self.group
         counts = -(-self.query_lens // tokens) * (self.kv_lens > 0)
         order = numpy.argsort(-self.kv_lens, kind="stable")
@@ -116,9 +116,10 @@ class Problem:
         return QueryTiles(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
 
     def time(self, tiles: Mapping[int, int], run: int, limit: float = math.inf) -> float:
-        """Return the estimated time in key tiles if items have at most `run` key tiles and programs take the longest first.
+        """Return the estimated time, in key tiles, if items have at most `run` key tiles and programs process the longest items
+        first.
 
-        tiles: number of query tiles by number of key tiles; it has few distinct entries.
+        tiles: number of key tiles -> number of query tiles that have it; the mapping has few entries.
         limit: return infinity if the time cannot be less than this.
         """
         costs, num_items, most_pieces = [], 0, 1
@@ -161,7 +162,7 @@ class Problem:
 
 
 def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, run: int) -> Schedule:
-    """Split every query tile into equal items of at most `run` key tiles, longest items first.
+    """Return the schedule that splits each query tile into equal items of at most `run` key tiles, longest items first.
 
     If not even one head's keys fit the L2 cache, items stay ordered by sequence, so that concurrent programs share keys.
     """
@@ -200,7 +201,7 @@ def _pieces(whole: NDArray[numpy.int32], lengths: Ints, run: int) -> tuple[NDArr
 
 
 def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | None = None) -> Schedule:
-    """Return the schedule with the lowest estimated time. num_splits: splits of the longest query tile, overriding the rule."""
+    """Return the schedule with the lowest estimated time. num_splits: overrides the rule for the longest query tile."""
     best: tuple[float, AttentionTile, QueryTiles, int] | None = None
     for tile in tiles:
         rows = problem.rows(tile)

@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 UNEQUAL = ((192, 128),)
 """Supported pairs (head_dim, v_head_dim): expanded MLA of DeepSeek-V2."""
 MAX_GROUP = 64
-"""Maximum number of query heads per kv head: the rows of the narrow tile."""
+"""Maximum number of query heads per kv head, which is the number of rows of the narrow tile."""
 SHARED_BYTES = 227 * 1024
 """Maximum shared memory of a thread block in bytes."""
 _FOLDER = Path(__file__).parent / "csrc"
@@ -32,7 +32,7 @@ class AttentionTile:
     keys: int
     """Number of keys per tile, a multiple of 16."""
     stages: int
-    """Number of tiles of keys, and of values, in shared memory."""
+    """Number of key tiles, and of value tiles, in shared memory."""
     query_stages: int = 2
     """Number of query tiles in shared memory. With two, the next item's queries are copied during the current item."""
     turns: bool = True
@@ -40,16 +40,16 @@ class AttentionTile:
 
     @property
     def rows(self) -> int:
-        """Number of query rows: heads that share a kv head, of consecutive tokens."""
+        """Number of query rows: the query heads of one kv head, for consecutive tokens."""
         return 64 * self.groups
 
     @property
     def threads(self) -> int:
-        """Number of threads per block: the warpgroups that run MMAs and one that copies."""
+        """Number of threads per thread block: the warpgroups that run MMAs, and one warpgroup that copies."""
         return 128 * (self.groups + 1)
 
     def shared_bytes(self, head_dim: int, v_head_dim: int) -> int:
-        """Return the size of dynamic shared memory in bytes: struct Layout of shape.cuh, and space to align its start."""
+        """Return the size of dynamic shared memory in bytes: `struct Layout` of shape.cuh, and space to align its start."""
         k_row, v_row = (128 * -(-dim // _PANEL) for dim in (head_dim, v_head_dim))
         barriers = 8 * (2 * self.query_stages + 4 + 4 * self.stages)
         return self.query_stages * self.rows * k_row + self.stages * self.keys * (k_row + v_row) + 2 * 48 + barriers + 1024
@@ -66,7 +66,7 @@ class TilePair:
 
 
 def tiles_of(head_dim: int, v_head_dim: int) -> TilePair:
-    """Return the largest tiles that fit registers and shared memory: FlashAttention-3's, except for head_dim 64."""
+    """Return the largest tiles that fit registers and shared memory. Except for head_dim 64, they match FlashAttention-3."""
     longest = max(head_dim, v_head_dim)
     if longest <= 64:
         return TilePair(AttentionTile(3, 128, 3), AttentionTile(1, 128, 4))
@@ -100,5 +100,5 @@ def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None)
 
 
 def box_of(tile: AttentionTile, block_size: int | None) -> int:
-    """Return the number of slots per copy: the largest part of a tile that lies within one block."""
+    """Return the number of slots per copy: the largest part of a tile that is within one block."""
     return tile.keys if block_size is None else math.gcd(tile.keys, block_size)

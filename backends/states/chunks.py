@@ -6,7 +6,7 @@ Let G_i be the sum of log decays up to token i of a chunk. The state after token
 
 so a chunk's output and final state are [C, C] matrices of decayed scores times d. If d depends on the state (the delta
 rule), d = u - w S_0, with u and w from one solve of a unit triangular matrix (WY form, Yang et al. 2024, arXiv 2406.06484).
-Otherwise d = v (state space duality, Dao and Gu 2024, arXiv 2405.21060). Decays are only computed as exponentials of non-positive
+Otherwise d = v (state space duality, Dao and Gu 2024, arXiv 2405.21060). Decays are computed only as exponentials of non-positive
 differences, so they cannot overflow.
 """
 
@@ -30,28 +30,28 @@ _NORM_EPSILON = 1e-6
 class Operands:
     """Operands of a recurrence for n sequences of L tokens: S = exp(g) S + k d^T, out = S^T q + skip, d = v or beta (v - S^T k).
 
-    All are float32.
+    All tensors are float32.
     """
 
     q: Tensor
-    """[n, L, key heads, K], scaled."""
+    """[n, L, key heads, K]: queries, already scaled."""
     k: Tensor
-    """[n, L, key heads, K]"""
+    """[n, L, key heads, K]: keys."""
     v: Tensor
-    """[n, L, heads, V]"""
+    """[n, L, heads, V]: values."""
     g: Tensor
-    """Log decay, at most 0: [n, L, heads], or [n, L, heads, K] if each key channel has its own decay."""
+    """[n, L, heads], or [n, L, heads, K] if each key channel has its own decay: logarithms of the decays, at most 0."""
     beta: Tensor | None = None
-    """[n, L, heads], or None if values are added without the delta rule."""
+    """[n, L, heads]: factors of the delta rule. None if values are added without it."""
     skip: Tensor | None = None
-    """[n, L, heads, V]: added to the output, or None."""
+    """[n, L, heads, V]: tensor to add to the output. None means zeros."""
 
 
 def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
-    """Return the operands for any kind except `mamba1` and `conv`.
+    """Return the operands for layers of any kind except `mamba1` and `conv`.
 
     x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...].
-    valid: bool [n, L]: False for padding rows, which must not change the state. None means all are valid.
+    valid: bool [n, L]: False for padding rows, which must not change the state. None means that all rows are valid.
     """
     if spec.kind == MAMBA2:
         return _mamba2(spec, parameters, x, gates, valid)
@@ -102,21 +102,20 @@ def _normed(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOperands:
-    """Operands of `mamba1`: S = exp(dt A) S + dt x B, out = S . C + D x, for H channels with states of K elements; all
-    float32."""
+    """Operands of `mamba1`: S = exp(dt A) S + dt x B, out = S . C + D x, for H channels with states of K elements, in float32."""
 
     x: Tensor
-    """[n, L, H]"""
+    """[n, L, H]: inputs."""
     dt: Tensor
-    """[n, L, H]"""
+    """[n, L, H]: time steps."""
     B: Tensor
-    """[n, L, K]"""
+    """[n, L, K]: input matrix."""
     C: Tensor
-    """[n, L, K]"""
+    """[n, L, K]: output matrix."""
     A: Tensor
-    """[K, H], negative."""
+    """[K, H]: decay rates, all negative."""
     D: Tensor
-    """[H]"""
+    """[H]: factors of the inputs that are added to the output."""
 
 
 def selective_operands(
@@ -139,8 +138,8 @@ def scan_selective(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over J chunks of L / J tokens in parallel. Returns the output [n, L, H] and the final state.
 
-    Each chunk starts from a zero state; the contribution of the preceding state is linear in it and is added once it is known. A
-    single chunk starts from `state`, [n, K, H]. after(j, state): see `scan_chunks`.
+    Each chunk starts from a zero state. The contribution of the preceding state, in which the output is linear, is added when
+    that state is known. A single chunk starts from `state`, [n, K, H]. after(j, state): see `scan_chunks`.
     """
     x, dt, B, C = (torch.unflatten(part, 1, (-1, chunk)) for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
     chunks = x.shape[1]
@@ -163,7 +162,7 @@ def scan_selective(
 
 
 def step_selective(inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
-    """Run token by token. Returns the output [n, L, H]. state: [n, K, H], overwritten; after: see `step_tokens`."""
+    """Run the recurrence token by token. Returns the output [n, L, H]. state: [n, K, H], overwritten. after: see step_tokens."""
     return _run(inputs, state, lambda token: after(token, state))
 
 
@@ -195,7 +194,7 @@ def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[in
 
     chunk: number of tokens per chunk, a power of two that divides L.
     state: [n, H, K, V]: initial states.
-    after: called as after(j, state) with the state after chunk j. It must not store the tensor.
+    after: called as after(j, state) with the state after chunk j. The function must not store the tensor.
     """
     heads = inputs.v.shape[2]
     # With one decay per head, the heads of a key head share their scores; with one per key channel they do not.
@@ -249,7 +248,7 @@ def _in_chunks(rows: Tensor, chunk: int) -> Tensor:
 
 
 def widen(rows: Tensor, heads: int) -> Tensor:
-    """Repeat key heads [..., key heads, dim] to [..., heads, dim]."""
+    """Return key heads [..., key heads, dim], repeated to [..., heads, dim]."""
     if rows.shape[-2] == heads:
         return rows
     return rows[..., None, :].expand((*rows.shape[:-1], heads // rows.shape[-2], rows.shape[-1])).flatten(-3, -2)
@@ -308,7 +307,8 @@ def _sums_after(g: Tensor) -> Tensor:
 def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
     """Run the recurrence token by token. Returns float32 [n, L, H, V].
 
-    state: float32 [n, H, K, V], overwritten. after: called as after(i, state) with the state after token i; it must not store it.
+    state: float32 [n, H, K, V], overwritten. after: called as after(i, state) with the state after token i; it must not store the
+    tensor.
     """
     heads, v, beta = inputs.v.shape[2], inputs.v, inputs.beta
     q, k = widen(inputs.q, heads), widen(inputs.k, heads)

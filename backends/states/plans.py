@@ -1,4 +1,4 @@
-"""Plans of the state backend `torch`: rows that are computed together in batched operations, and the states to write."""
+"""Plans of the state backend `torch`: the rows to compute together in batched operations, and the states to write."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from headway.core.contract.state import CHECKPOINT_TOKENS, StateMetadata
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """A write of states: rows of a block, and their slots."""
+    """A write of states: the rows of a block whose states are written, and the slots of these states."""
 
     rows: Tensor
     """int64 [m]: rows of the block."""
     slots: Tensor
-    """int [m]"""
+    """int [m]: slot of each row's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive chunks of a block's sequences, computed at once: tokens [n, L], as rows of the step's packed tokens."""
+    """Consecutive chunks of a block's sequences, computed at once. Tokens [n, L] are rows of the step's packed tokens."""
 
     tokens: Tensor
     """int64 [n * L]: token rows. A sequence's last token is repeated as padding."""
     valid: Tensor | None
     """bool [n, L]: False for padding. None means no padding."""
     places: Tensor | None
-    """int64: positions among the n * L that are not padding. None means all."""
+    """int64: positions, among the n * L, of tokens that are not padding. None means all."""
     targets: Tensor
-    """int64: packed row of the output for each of `places`."""
+    """int64: row of the packed output for each of `places`."""
     length: int
     checkpoints: Mapping[int, Writes]
-    """States to write after each of the segment's chunks, by chunk."""
+    """Chunk of the segment -> states to write after that chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SequenceBlock:
     slots: Tensor
     """int [n]: slots of the initial states."""
     empty: Tensor | None
-    """bool [n]: sequences that start from zeros. None means none."""
+    """bool [n]: True for sequences that start from zeros. None means that none does."""
     chunk: int
     segments: Sequence[Segment]
     last: Writes
@@ -57,7 +57,7 @@ class SequenceBlock:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """Convolution states that a scan writes; arguments of `remembered` in torch_states.py."""
+    """Convolution states that a scan writes, as arguments of `remembered` in torch_states.py."""
 
     at: Tensor
     from_history: Tensor
@@ -72,21 +72,21 @@ class ScanPlan:
     slots: Tensor
     """int [num_seqs]: slot from which each sequence's state is read."""
     empty: Tensor | None
-    """bool [num_seqs]: sequences that start from zeros. None means none."""
+    """bool [num_seqs]: True for sequences that start from zeros. None means that none does."""
     remembered: Remembered | None
-    """None if the layer has no convolution, or no state is written."""
+    """Convolution states to write. None if the layer has no convolution, or no state is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits of what is computed at once."""
+    """Limits on the amount of data that is computed at once."""
 
     tokens: int
     sequences: int
 
 
 def plan_scan(metadata: StateMetadata, conv_width: int, room: Room) -> ScanPlan:
-    """Return the plan for sequences in PREFILL or EXTEND. conv_width: 0 without a convolution."""
+    """Return the plan for sequences in PREFILL or EXTEND. conv_width: 0 means no convolution."""
     device, step = metadata.slots.device, metadata.step
     lens, starts = step.query_lens, step.query_start_loc_cpu.tolist()
     reads = metadata.slots_cpu.tolist()
@@ -113,7 +113,7 @@ def plan_scan(metadata: StateMetadata, conv_width: int, room: Room) -> ScanPlan:
 
 
 def _alike(order: Sequence[int], lens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Split sequences, longest first, into blocks in which the shortest fills more than half of the longest's padded length."""
+    """Split sequences, longest first, into blocks whose shortest sequence fills more than half of the padded length."""
     block: list[int] = []
     for row in order:
         if block and (len(block) == most or 2 * lens[row] <= _padded(lens[block[0]])):
@@ -134,7 +134,7 @@ def _padded(length: int) -> int:
 def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, Tensor]:
     """Return `at` and `from_history` of `remembered` in torch_states.py: positions of the convolution's last inputs.
 
-    kept: (sequence, its first packed token, number of tokens) of each state.
+    kept: for each state to write, (sequence, the sequence's first packed token, number of tokens before the state).
     """
     sequence, start, tokens = torch.tensor(kept).unbind(1)
     position = tokens[:, None] - (width - 1) + torch.arange(width - 1)
@@ -224,11 +224,11 @@ class StepBlock:
 
     rows: slice
     empty: Tensor | None
-    """bool [n]: sequences that start from zeros. None means none, or a captured plan."""
+    """bool [n]: True for sequences that start from zeros. None means that none does, or that the plan is captured."""
     writes: Sequence[Writes]
     """Writes after each of the L tokens. Empty if the plan is captured or states are updated in place."""
     in_place: slice | None = None
-    """Slots, if they are consecutive and every state is written back to its slot; otherwise None."""
+    """Range of the slots if they are consecutive and every state is written back to its slot, otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class StepPlan:
     length: int
     """Maximum number of new tokens per sequence."""
     captured: bool
-    """True if slots are known only when a graph is replayed."""
+    """True if slots are known only when a CUDA graph is replayed."""
     tokens: Tensor | None
     """int64 [num_seqs * L]: packed rows, padded with a sequence's last token. None if every sequence has L tokens."""
     places: Tensor | None

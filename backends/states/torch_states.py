@@ -1,4 +1,4 @@
-"""The state backend `torch`: plain PyTorch, every kind and layout, CPU and CUDA, computed in float32."""
+"""The state backend `torch`: plain PyTorch in float32, for every kind and layout, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from headway.core.contract.state import (
 
 
 def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
-    """Return the convolution with activation, float32 [n, L, channels]; x: float32 [n, conv_width - 1 + L, channels]."""
+    """Return the activated output of the convolution, float32 [n, L, channels]. x: float32 [n, conv_width - 1 + L, channels]."""
     assert parameters.conv_weight is not None
     first, *taps = parameters.conv_weight.float().unbind(1)
     length, bias = x.shape[1] - spec.conv_width + 1, parameters.conv_bias
@@ -49,12 +49,12 @@ def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 
 def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> Tensor:
-    """Return the convolution's states after some tokens: its last conv_width - 1 inputs, for each of M states.
+    """Return M states of the convolution, each after some token: the last conv_width - 1 inputs up to that token.
 
     history: [num_seqs, conv_width - 1, channels]: convolution states before the step.
     x: [num_tokens, channels]: inputs of the step.
     at: int64 [M, conv_width - 1]: rows of x or, if from_history, of history flattened to [num_seqs * (conv_width - 1), channels].
-    from_history: bool [M, conv_width - 1]
+    from_history: bool [M, conv_width - 1]: True for inputs from before the step.
 
     Returns [M, channels, conv_width - 1].
     """
@@ -71,7 +71,7 @@ def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
 
     states: logical view [num_slots, ...] of any layout.
     slots: int [n]; rows for negative slots have arbitrary contents.
-    empty: bool [n]: rows to fill with zeros. None means none.
+    empty: bool [n]: True for rows to fill with zeros. None means no row.
     """
     order = sorted(range(states.dim()), key=states.stride, reverse=True)
     if order[0] != 0:  # strides are ambiguous for tensors with one element
@@ -119,7 +119,7 @@ class _Layer(NamedTuple):
 
 
 class TorchStates(StateBackend):
-    """Reference backend for layers with a state: chunks of 64 tokens as batched matrix multiplications; steps token by token."""
+    """Reference backend for layers with a state: prompts by batched GEMMs over chunks of 64 tokens; decode token by token."""
 
     name = "torch"
     graph_level = GraphLevel.UNIFORM
@@ -270,7 +270,7 @@ class _StepStates:
         return own.float()
 
     def keep(self, states: Tensor, token: int, values: Tensor) -> None:
-        """Write the states after a token. values: [n, ...]."""
+        """Write the states after a token. token: the token's index. values: [n, ...]."""
         if self._columns is not None:
             if token < self._columns.shape[1]:
                 write_known_later(states, self._columns[:, token], values)
@@ -289,7 +289,7 @@ def _taken(rows: Tensor, segment: Segment) -> Tensor:
 
 
 def _by_element(state: Tensor) -> Tensor:
-    """Return `mamba1` states [n, H, K, 1] in the recurrence's order, [n, K, H]."""
+    """Return `mamba1` states [n, H, K, 1] with the recurrence's axis order, [n, K, H]."""
     return state.squeeze(-1).transpose(1, 2).contiguous()
 
 
@@ -298,7 +298,7 @@ def _by_channel(state: Tensor) -> Tensor:
 
 
 def _bytes_per_token(spec: StateSpec) -> int:
-    """Return the approximate number of bytes per token during a scan."""
+    """Return the approximate number of bytes that a scan allocates per token."""
     if spec.kind == MAMBA1:
         return 4 * spec.num_heads * (8 + 4 * spec.key_dim // CHECKPOINT_TOKENS) + 12 * spec.conv_channels
     per_head = 6 * spec.key_dim + 6 * spec.value_dim + 4 * CHECKPOINT_TOKENS

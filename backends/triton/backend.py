@@ -27,13 +27,13 @@ from headway.core.contract.support import YES, Support
 from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch
 
 GRAPH_CONTEXT = 8192
-"""Context length in tokens for which a captured decode fixes tile sizes and the maximum number of chunks. Each replay chooses how
-many of those chunks to use. A larger value would help few sequences with very long contexts, but launch more programs without
-work for others; not measured."""
+"""Context length, in tokens, for which a captured decode fixes tile sizes and the maximum number of chunks. Each replay decides
+the number of chunks to use. A larger value would help batches of few, very long sequences, but launch more programs without work
+in others; not measured."""
 LONGEST_KEY, LONGEST_VALUE = 576, 512
 """Maximum head_dim and v_head_dim, as in DeepSeek's MLA. Larger heads do not fit the registers together with a query tile."""
 FP8_CAPABILITY = (8, 9)
-"""First compute capability that converts e4m3."""
+"""Minimum compute capability with instructions that convert e4m3."""
 
 
 class TritonAttention(AttentionBackend):
@@ -122,12 +122,12 @@ class TritonAttention(AttentionBackend):
         return "split_kv_decode (Triton)" if phase is Phase.DECODE else "varlen_attention (Triton)"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the size of the shared buffer for partial results of decode, or of prefill and extend."""
+        """Return the size in bytes of the buffer for partial results of decode, or of prefill and extend."""
         return max(self.decode_kernels.workspace_bytes(max_num_seqs), self.prefill_kernels.workspace_bytes())
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """Return the plan for all layers. With HEADWAY_DEBUG=1, negative blocks raise here, and blocks that are too large raise
-        later."""
+        """Return the plan for all layers. With HEADWAY_DEBUG=1, negative block numbers raise here, and too large ones at the
+        launch."""
         plan: DecodePlan | PrefillPlan
         plan = self.decode_kernels.plan(metadata) if metadata.phase is Phase.DECODE else self.prefill_kernels.plan(metadata)
         if self._debug:
@@ -140,7 +140,7 @@ class TritonAttention(AttentionBackend):
         return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Split the sequences into chunks for the lengths that are now on the device."""
+        """Split the sequences into chunks for the current lengths on the device."""
         self.decode_kernels.split_again(plan, metadata.kv_lens)
 
     def prefill(

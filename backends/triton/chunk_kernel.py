@@ -1,4 +1,4 @@
-"""Split-KV schedule of a decode step, computed on the device in every step: the keys and sequence of each program."""
+"""Split-KV schedule of a decode step, which the device computes in every step: the sequence and keys of each program."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def cut_sequences(
     EVEN: tl.constexpr,  # the split of a sequence depends only on its own length
     FENCED: tl.constexpr,  # decode reads the chunks before it waits for earlier kernels
 ):
-    """Grid (cdiv(max_chunks, CHUNKS),). Every program computes the whole split and writes its part of the table.
+    """Write the chunk tables. Grid (cdiv(max_chunks, CHUNKS),). Each program computes the whole split, and writes a part.
 
     Chunks have nearly equal sizes: a sequence gets one chunk per `share` tiles, rounded to nearest, with share = all tiles /
-    (num_seqs * splits). A long sequence among short ones gets many chunks; equal sequences get `splits` each.
+    (num_seqs * splits). A long sequence among short ones gets many chunks. Sequences of equal length get `splits` chunks each.
     """
     i = tl.arange(0, SEQS)
     kv_lens = tl.load(seq_lens_ptr + i, mask=i < num_seqs, other=0)
@@ -108,16 +108,16 @@ _WORK = 8192  # Number of chunks x sequences that a program compares at once
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Runs of keys, one per program (of each kv head and query tile).
+    """Runs of keys (chunks), one for each program of a kv head and query tile.
 
-    The runs are computed on the device from the lengths there. One captured launch therefore works for any lengths, and one long
+    The device computes the runs from the lengths in its memory. One captured launch therefore works for any lengths, and one long
     sequence does not delay the others.
     """
 
     seq_lens: Tensor
-    """int32 [num_seqs]; 0 marks padding."""
+    """int32 [num_seqs]: length of each sequence. 0 marks padding."""
     query_start_loc: Tensor
-    """int32 [num_seqs + 1]."""
+    """int32 [num_seqs + 1]: index of each sequence's first query token."""
     splits: int
     """Maximum number of chunks of a sequence of mean length."""
     block_n: int
@@ -126,9 +126,9 @@ class Chunks:
     even: bool
     """True if every sequence is split into `splits` chunks."""
     table: Tensor = field(init=False)
-    """int32 [max_chunks, CHUNK_FIELDS]."""
+    """int32 [max_chunks, CHUNK_FIELDS]: description of each chunk."""
     seqs: Tensor = field(init=False)
-    """int32 [num_seqs, SEQ_FIELDS]."""
+    """int32 [num_seqs, SEQ_FIELDS]: description of each sequence."""
     _bound: list[BoundKernel] = field(
         init=False, default_factory=list
     )  # The launch, bound at first use: it is part of every graph's replay
@@ -146,7 +146,7 @@ class Chunks:
         return len(self.table) > len(self.seq_lens)
 
     def cut(self, launch: Launcher, splits: int) -> None:
-        """Fill the table for the lengths on the device, by one launch of `cut_sequences`. splits: at most `self.splits`."""
+        """Fill the tables for the lengths on the device, with one launch of `cut_sequences`. splits: at most `self.splits`."""
         assert splits <= self.splits
         if self._bound:
             self._bound[0](splits)

@@ -1,4 +1,4 @@
-"""Shipped kernel configurations by GPU architecture, so that no autotuning is needed."""
+"""Shipped kernel configurations for each GPU architecture, with which no autotuning is needed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 INVARIANT_SPLITS = 16
-"""Number of splits of every sequence in batch-invariant mode: enough for one sequence with 8 kv heads to fill 132 SMs. Splits
-without keys end at once."""
+"""Number of splits of every sequence in batch-invariant mode: with it, one sequence with 8 kv heads nearly fills 132 SMs. Splits
+without keys end immediately."""
 
 ANY_PROMPT = 1 << 20
-"""Query length to pass if the configuration must not depend on the query length."""
+"""Query length to pass to `prefill_config` if the configuration must not depend on the query length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,20 @@ class DecodeConfig:
     residents: int = 8
     """Number of programs that an SM runs at a time, limited by registers and shared memory."""
     tile_us: float = 1.0
-    """Time in us of one tile for a program that does not share its SM: limited by latency, not bandwidth."""
+    """Time of one tile, in us, in a program that does not share its SM. Latency, not bandwidth, is the limit."""
     busy_us: float = 0.0
-    """Time in us of one tile per resident program when the SM, not memory bandwidth, is the limit."""
+    """Time of one tile, in us per resident program, if the SM and not memory bandwidth is the limit."""
     wave_us: float = 1.0
-    """Overhead of a program in us, excluding its tiles."""
+    """Time that a program takes in addition to its tiles, in us."""
     merge_us: float = 0.085
-    """Time in us that the last program to arrive needs to merge one more partial result, plus"""
+    """Time for the last program to merge one partial result, in us, in addition to the time for its rows."""
     merge_row_us: float = 0.015
-    """this time in us per row of the query tile."""
+    """Time to merge one row of a partial result, in us."""
     merge_launch_us: float = 0.0
-    """Overhead in us of a separate merge launch. 0 means that the last program to arrive merges."""
+    """Overhead of a separate merge launch, in us. 0 means that the last program to arrive merges."""
     bytes_per_us: float = 2.0e6
     max_rounds: int = 40
-    """Maximum number of programs per SM with splits: with more, merging partial results costs more than better balance gains."""
+    """Maximum number of programs per SM in a step with splits. With more, merging costs more than the better balance gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class PrefillConfig:
     residents: int = 1
     """Number of programs that an SM runs at a time, limited by registers and shared memory."""
     wave_us: float = 4.0
-    """Overhead of a program in us, excluding its tiles."""
+    """Time that a program takes in addition to its tiles, in us."""
     merge_us: float = 4.0
-    """Overhead of the merge launch in us, in addition to moving the partial results at"""
+    """Overhead of the merge launch, in us, in addition to reading and writing partial results."""
     bytes_per_us: float = 7.0e5
-    """this rate, in bytes per us, for both writes and reads."""
+    """Rate at which partial results are written and read, in bytes per us."""
     flops_per_us: float = 5.0e8
-    """Throughput of all SMs in FLOP per us, with one program per SM."""
+    """Throughput of all SMs together with one program per SM, in FLOP per us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,18 @@ class Architecture:
 
     name: str
     decode: Mapping[str, DecodeConfig]
-    """Decode configurations. "few": any number of programs. "fp8": FP8 caches. "many", instead of "few": many programs of one
-    token each, if a tile lies within one block and rows are contiguous (not in vllm_5d). "latent": layers whose value is in the
-    key (MLA). "latent wide", instead of "latent": 64 query rows or more."""
+    """Decode configurations. "few": for any number of programs. "fp8": for FP8 caches. "many": instead of "few", for many
+    programs of one token each, if a tile is within one block and rows are contiguous (not in vllm_5d). "latent": for layers whose
+    value is in the key (MLA). "latent wide": instead of "latent", for 64 or more query rows."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
-    """Prompts of up to SHORT_PROMPT tokens, in which masked tiles are a larger share."""
+    """Configuration for prompts of up to SHORT_PROMPT tokens, in which a larger fraction of the tiles is masked."""
     extend: PrefillConfig
-    """Keys read through the block table by descriptors, if a tile lies within one block."""
+    """Configuration for keys that are read through the block table by descriptors, if a tile is within one block."""
     extend_gather: PrefillConfig
-    """Keys read through the block table by pointers."""
+    """Configuration for keys that are read through the block table by pointers."""
     wide: PrefillConfig | None = None
-    """Rows of 257 to 512 bytes. None means the other configurations with half the keys per tile."""
+    """Configuration for rows of 257 to 512 bytes. None means the other configurations with half the keys per tile."""
 
 
 SHORT_PROMPT = 2048
@@ -137,11 +137,11 @@ SM_80 = Architecture(
 DEFAULT = Architecture(
     "default", {"few": DecodeConfig(block_n=32, num_warps=4, num_stages=3, residents=3)}, _SMALL, _SMALL, _SMALL, _SMALL
 )
-"""For architectures without tuning: little shared memory, shallow pipelines."""
+"""Configurations for architectures without tuning: little shared memory and shallow pipelines."""
 INTERPRETER = Architecture(
     "interpreter", {"few": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY
 )
-"""For Triton's interpreter: small tiles, so that small tests cover several of them."""
+"""Configurations for Triton's interpreter: small tiles, so that small tests cover several tiles."""
 
 
 def architecture(capability: tuple[int, int] | None) -> Architecture:
@@ -156,7 +156,7 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
 def decode_configs(
     arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool
 ) -> tuple[DecodeConfig, ...]:
-    """Return the decode configurations for a cache, the one for few programs first. Rows over 256 bytes get smaller tiles."""
+    """Return the decode configurations for a cache, with that for few programs first. Rows over 256 bytes get smaller tiles."""
     table, row_bytes = arch.decode, block_d * itemsize
     few = _shrunk(table.get("fp8", table["few"]) if itemsize == 1 else table["few"], row_bytes)
     many = table.get("many")
@@ -166,7 +166,7 @@ def decode_configs(
 
 
 def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
-    """Return the MLA decode configuration. rows: query rows per kv head; itemsize: bytes per element of the dot products."""
+    """Return the MLA decode configuration. rows: number of query rows per kv head; itemsize: bytes per operand of tl.dot."""
     table = arch.decode
     name = "latent wide" if rows >= 64 and itemsize == 2 and "latent wide" in table else "latent"
     config = table.get(name) or replace(table["few"], block_m=16)
@@ -187,7 +187,7 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
     """Return the prefill configuration for a row size and query length.
 
     query_len: number of query tokens of the longest sequence.
-    paged: block size, or 0 if keys are this step's k and v.
+    paged: block size of the cache, or 0 if keys are this step's k and v.
     """
     if paged:
         config = arch.extend if paged % 64 == 0 else arch.extend_gather

@@ -21,12 +21,13 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, aligned, launches_early, specialised
 
 EARLY_SEQUENCES = 8
-"""Maximum number of sequences for which the kernel after decode may start early and prefetch its weights. With more, it slows
-decode down (H200, Qwen3-0.6B shapes, step with 768 tokens of context: 933 us instead of 970 for 8 sequences, 1349 instead of 1308
-for 16)."""
+"""Maximum number of sequences for which the kernel after decode may start early and prefetch its weights. With more, this slows
+decode down (H200, Qwen3-0.6B shapes, 768 tokens of context: a step takes 933 us instead of 970 with 8 sequences, and 1349 us
+instead of 1308 with 16)."""
 
 AHEAD_TILES, AHEAD_SEQUENCES = 4, 16
-"""Number of key tiles that a program prefetches to L2 while the previous kernel runs, and maximum number of sequences for it."""
+"""Number of key tiles that a program prefetches to L2 while the previous kernel runs, and maximum number of sequences with which
+it does."""
 
 _MAX_STRIDES = (
     256  # Maximum number of cached stride combinations: a paged cache has few, growing dense tensors have new ones each step
@@ -35,7 +36,7 @@ _MAX_STRIDES = (
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Plan of one decode step. Tensors are the metadata's, so a captured graph reads the values that are later copied into
+    """Plan of one decode step. Its tensors are the metadata's, so a captured graph reads the values that are later copied into
     them."""
 
     block_table: Tensor
@@ -47,15 +48,14 @@ class DecodePlan:
     rows: int
     config: DecodeConfig
     partial: Tensor
-    """float32: partial results of chunks. Shared by all plans of a backend, and kept as long as the backend (graphs store the
-    address)."""
+    """float32: partial results of chunks. Shared by all plans of a backend, and freed with it, since graphs store the address."""
     lse: Tensor
     arrivals: Tensor
     """int32 arrival counters, zero between launches."""
     launches: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
-    """Bound launches, by everything in which the layers that share this plan may differ."""
+    """Bound launches, keyed by all properties in which layers that share this plan may differ."""
     checked: AttentionMetadata | None = None
-    """Metadata to check against the cache before a launch, only in debug mode."""
+    """Metadata to check against the cache before a launch. None except in debug mode."""
 
     @property
     def early(self) -> bool:
@@ -89,12 +89,12 @@ class Decode:
         self._scalars = tuple(layer.scalars.values())
         self._own = id(layer)  # Distinguishes launches of layers that share plans but not sinks and scales
         self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...], Hashable]] = {}
-        """Compile-time constants, strides and the launcher's key, by everything that they depend on."""
+        """Compile-time constants, strides and the launcher's key, keyed by all properties that they depend on."""
         self.launch = Launcher(split_kv_decode)
         self.launch_split = Launcher(cut_sequences)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
-        """Return the configurations for a number of query tokens."""
+        """Return the candidate configurations for a maximum number of query tokens per sequence."""
         return self.configs if max_query_len == 1 else self.configs[:1]
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
@@ -106,7 +106,7 @@ class Decode:
     def choose(
         self, kv_lens: list[int], max_query_len: int, configs: Sequence[DecodeConfig] | None = None
     ) -> tuple[DecodeConfig, int]:
-        """Return the configuration and the number of chunks of an average sequence. configs: candidates; None means all."""
+        """Return the configuration, and the number of chunks of an average sequence. configs: candidates; None means all."""
         configs = configs or self._configs(max_query_len)
         if self._num_splits is not None:
             return configs[0], self._num_splits
@@ -124,7 +124,7 @@ class Decode:
         return choose_split(items, keys, key_bytes, rows, self.multiprocessors, tuple(configs))
 
     def splits_evenly(self, programs: int, splits: int) -> bool:
-        """Return whether every sequence is split into `splits` chunks. programs: number of programs without splits."""
+        """Return whether every sequence is split into `splits` chunks. programs: number of programs of a step without splits."""
         return self._num_splits is not None
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
@@ -152,7 +152,7 @@ class Decode:
         return plan
 
     def split_again(self, plan: DecodePlan, kv_lens: list[int]) -> None:
-        """Split the sequences again for the lengths that are now on the device. kv_lens: these lengths on the host."""
+        """Split the sequences again for the current lengths on the device. kv_lens: the same lengths on the host."""
         splits = plan.chunks.splits
         if splits > 1:  # fewer for short sequences: the captured number suits long ones
             splits = min(splits, self.choose(kv_lens, plan.max_query_len, (plan.config,))[1])
@@ -202,7 +202,7 @@ class Decode:
         new: bool,
         lse: Tensor | None,
     ) -> None:
-        """Launch for a step's first layer, and bind the launch for layers of the same kind."""
+        """Launch the kernel for a step's first layer, and bind the launch for later layers of the same kind."""
         q, _, _, out, k, v, *_ = tensors
         compiled_for = (
             key,
@@ -250,7 +250,8 @@ class Decode:
             plan.launches[key] = bound
 
     def _num_warps(self, plan: DecodePlan) -> int:
-        """Return the number of warps: more than configured if the query tile and accumulators would not fit the registers."""
+        """Return the number of warps, which exceeds the configured one if query tile and accumulator would overflow the
+        registers."""
         rows = plan.block_m // 16
         if self._spec.dtype == torch.float32:
             rows *= 4

@@ -69,8 +69,8 @@ def fold_cached(
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update (m, l, acc) with cached keys first .. first + BLOCK_N before `end`, up to `newest`. PAIRS: acc_odd has the odd
-    elements."""
+    """Update (m, l, acc) with cached keys first .. first + BLOCK_N before `end`, up to key `newest`. PAIRS: acc_odd contains the
+    odd elements."""
     blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if PAIRS:
@@ -240,11 +240,11 @@ def split_kv_decode(
     EARLY: tl.constexpr,  # the next kernel may start early
     AHEAD: tl.constexpr,  # number of key and value tiles prefetched to L2 before the wait; 0 means nothing is read before it
 ):
-    """Grid (kv heads * query tiles, chunks). Row r of a sequence's query is token r // GROUP, head r % GROUP.
+    """Attend to one chunk of keys. Grid (kv heads * query tiles, chunks). Query row r is token r // GROUP, head r % GROUP.
 
-    NEW: the program with a sequence's last keys also processes the new key, from registers, and writes it to the cache. If the
-    query heads take several tiles, each writes the same data. Loads of that slot are not ordered with the write, so their result
-    is not used.
+    NEW: the program with a sequence's last keys also processes the new key and value, from registers, and writes them to the
+    cache. If the query heads take several tiles, the program of each tile writes the same data. Loads of that slot are not
+    ordered with the write, so their result is not used.
     """
     if PDL:
         if EARLY:

@@ -1,4 +1,4 @@
-"""Split-KV decode for MLA: each latent row is read once, as the key of all query heads and, its first part, as their value.
+"""Split-KV decode for MLA: each latent row is read once. It is the key of all query heads, and its first part is their value.
 
 Absorbed latent attention (DeepSeek-AI 2024, arXiv 2405.04434) has one kv head, so up to 128 query heads share a row. They are the
 rows of one tile, as in FlashMLA. A second launch merges partial results: with 512 elements per value, the last program to arrive
@@ -83,7 +83,7 @@ def latent_decode(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
-    """Grid (kv heads * query tiles, chunks). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
+    """Attend to one chunk of keys. Grid (kv heads * query tiles, chunks). Query row r is token r // GROUP, head r % GROUP."""
     if PDL:
         gdc_wait()
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -161,12 +161,11 @@ def latent_decode(
 
 MERGE_WARPS = 4
 MERGED = 16
-"""Number of partial results per row that a program of the merge has in flight."""
+"""Number of partial results per row that a program of the merge loads at once."""
 
 
 class LatentDecode(Decode):
-    """Decode for layers whose value is the first tile of the key (`Layer.value_first`): one launch for attention, one to
-    merge."""
+    """Decode for layers whose value is the first tile of the key (`Layer.value_first`): launches for attention and the merge."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         super().__init__(setup, num_splits)
@@ -256,7 +255,7 @@ class LatentDecode(Decode):
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """The bound launches of a layer: attention and merge."""
+    """Bound launches of attention and of the merge, for one layer."""
 
     kernel: BoundKernel
     merge: BoundKernel | None

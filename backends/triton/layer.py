@@ -27,12 +27,12 @@ class Layer:
     """Arguments that all kernels of one spec share."""
 
     block_d: int
-    """Number of elements in a key row's first tile: head_dim rounded up to a power of two, or the power of two before the
-    tail."""
+    """Number of elements in a key row's first tile: head_dim rounded up to a power of two, or, with a tail, a smaller power of
+    two."""
     block_dv: int
     """v_head_dim rounded up to a power of two."""
     slopes: Tensor
-    """float32 [num_heads]: log2(e) * ALiBi slope, or a placeholder if there are none."""
+    """float32 [num_heads]: log2(e) * ALiBi slope. A placeholder if the layer has no slopes."""
     sinks: Tensor
     scalars: Mapping[str, float | int]
     constants: Mapping[str, Any]
@@ -104,10 +104,10 @@ class KernelSetup:
 
 
 def _row(spec: AttentionSpec) -> tuple[int, int]:
-    """Return the tiles that a key row is read in: (elements of the first tile, elements of the tail or 0).
+    """Return the sizes of the tiles in which a key row is read: (elements of the first tile, elements of the tail or 0).
 
-    A value inside the key is a separate tile if its length permits it. Otherwise, long rows that are not a power of two
-    (DeepSeek's 192) take two tiles, because one would be half empty.
+    A value inside the key is a separate tile if its length permits this. Otherwise, long rows whose length is not a power of two
+    (DeepSeek's 192) take two tiles, because much of a single tile would be empty.
     """
     head_dim, value = spec.head_dim, spec.v_head_dim
     if spec.value_in_key and value < head_dim and value == max(triton.next_power_of_2(value), 16):
@@ -124,7 +124,7 @@ class Addressing:
     """Strides of a cache's logical view, [block, slot, head, dim / x, x], and properties that select faster loads."""
 
     strides: tuple[int, ...]
-    """Five strides of the key, then five of the value."""
+    """Five strides of the key, followed by five of the value."""
     k_x: int
     """Size of the inner axis of a split head_dim, or 1 if it is not split."""
     v_x: int
@@ -157,7 +157,7 @@ class Addressing:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants for addressing scales."""
+        """Compile-time constants with which kernels address scales."""
         return {"SCALED": bool(self.scale_strides), "SCALE_STRIDES": self.scale_strides}
 
 

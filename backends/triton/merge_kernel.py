@@ -1,4 +1,4 @@
-"""Merge kernels of split-KV attention: combine the partial results of programs that shared the keys of a query tile."""
+"""Merge kernels of split-KV attention: combine the partial results of the programs that share a query tile."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def merge_tiles(
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (NUM_KV_HEADS, BLOCK_M / ROWS, num_merges): each program merges ROWS rows of a query tile with shared keys."""
+    """Merge ROWS rows of a query tile whose keys several programs shared. Grid (NUM_KV_HEADS, BLOCK_M / ROWS, num_merges)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -154,7 +154,7 @@ def merge_chunks(
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (kv heads * query tiles, TILE_ROWS / ROWS, num_seqs): each program merges the chunks of ROWS rows of a decode."""
+    """Merge the chunks of ROWS rows of a decode. Grid (kv heads * query tiles, TILE_ROWS / ROWS, num_seqs)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

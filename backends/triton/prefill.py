@@ -22,9 +22,9 @@ from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, aligned, launches_early
 
 FEW_TOKENS = 1024
-"""Maximum number of prompt tokens to read through pointers: descriptors cost the host 6 us, too much for a 20 us kernel."""
+"""Maximum number of prompt tokens to read through pointers. Descriptors take the host 6 us, too long for a 20 us kernel."""
 MERGE_ELEMENTS = 256
-"""Number of elements of a partial result that a one-warp program merges. Small, so that many programs share the work."""
+"""Number of elements of a partial result that a one-warp program merges: few, so that many programs share the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class PrefillPlan:
     """float32: partial results of programs that share the keys of a query tile. Shared by all plans of a backend."""
     lse: Tensor
     launches: dict[Hashable, tuple[BoundKernel, BoundKernel | None, bool]] = field(default_factory=dict)
-    """Bound launches (kernel, merge, True if keys are read by TMA), by everything in which layers that share this plan may
-    differ."""
+    """Bound launches (kernel, merge, True if keys are read by TMA), keyed by all properties in which layers that share this plan
+    may differ."""
     checked: AttentionMetadata | None = None
-    """Metadata to check against the cache before a launch, only in debug mode."""
+    """Metadata to check against the cache before a launch. None except in debug mode."""
 
 
 class Prefill:
@@ -107,7 +107,7 @@ class Prefill:
         return RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self.multiprocessors, self._num_splits)
 
     def workspace_bytes(self) -> int:
-        """Return the maximum size of the partial results in bytes. The option `extend_splits` may exceed it."""
+        """Return the maximum size of the partial results in bytes. The option `extend_splits` may lead to larger ones."""
         if self._num_splits == 1:
             return 0
         configs = (self._arch.prefill, self._arch.prefill_short, self._arch.extend, self._arch.extend_gather)
@@ -161,7 +161,7 @@ class Prefill:
         plan: PrefillPlan,
         lse: Tensor | None,
     ) -> None:
-        """Launch for a step's first layer, and bind the launch for layers of the same kind."""
+        """Launch the kernel for a step's first layer, and bind the launch for later layers of the same kind."""
         q, keys, values, out, sums, *scales = tensors
         config, split = plan.config, plan.schedule.slots > 0
         compiled_for = (plan.dense, split, config, key)
@@ -241,10 +241,10 @@ class Prefill:
 
 
 def rereads(spec: AttentionSpec) -> bool:
-    """Return whether prompts without context are read back from the cache.
+    """Return whether the k and v of prompts without context are read back from the cache.
 
-    True for quantized caches, because otherwise results would depend on how a prompt is chunked. True for batch invariance,
-    because whether a step is PREFILL or EXTEND depends on all of its sequences.
+    This is true for quantized caches, because otherwise results would depend on the chunks of a prompt. It is true for batch
+    invariance, because all sequences of a step together determine whether it is PREFILL or EXTEND.
     """
     return not spec.dense and (spec.cache_dtype != spec.dtype or spec.batch_invariant)
 
@@ -262,7 +262,7 @@ _MOST = 256  # Maximum number of cached descriptors: those for a large model's c
 
 
 class Descriptors:
-    """Tensor descriptors for one kind of layer. Caches stay in place and buffers are reused, so few are made."""
+    """Tensor descriptors for one kind of layer. Caches stay in place and buffers are reused, so few descriptors are made."""
 
     def __init__(self, block_d: int) -> None:
         self._block_d = block_d

@@ -79,7 +79,7 @@ def _values(
     BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of keys first .. first + BLOCK_N, [BLOCK_N, BLOCK_DV]. MASKED: zero from kv_len on."""
+    """Return [BLOCK_N, BLOCK_DV]: the values of keys first .. first + BLOCK_N. MASKED: values from kv_len on are zero."""
     if TMA:
         block, slot = 0, start + first
         if PAGED:
@@ -117,8 +117,8 @@ def fold_keys(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Update (m, l, acc) with keys begin .. end (begin: a multiple of BLOCK_N). newest: [BLOCK_M] newest key each query may
-    see."""
+    """Update (m, l, acc) with keys begin .. end (begin: a multiple of BLOCK_N). newest: [BLOCK_M], the newest key that each query
+    may see."""
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -229,7 +229,7 @@ def varlen_attention(
     SPLIT: tl.constexpr,  # programs may share a tile's keys
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
-    """Grid (NUM_KV_HEADS, programs). Row r of a sequence is token r // GROUP, head r % GROUP of the kv head's group."""
+    """Attend to a run of keys. Grid (NUM_KV_HEADS, programs). Row r is token r // GROUP, head r % GROUP of the kv head."""
     if PDL:
         gdc_wait()
     kv_head = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Split-KV rules: number of programs that share the keys of a decode sequence or a query tile, and the schedule of prefill."""
+"""Split-KV rules: number of programs that share the keys of a sequence or query tile, and the schedule of prefill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = 8
 
 
 class TileColumn(IntEnum):
-    """Columns of a schedule row that describes one program. The kernel uses the same column numbers."""
+    """Columns of a schedule row that describes one program. The kernel uses the same column indices."""
 
     SEQUENCE = 0
     FIRST_TOKEN = 1
@@ -83,7 +83,7 @@ def schedule_tiles(
     group: number of query heads per kv head, which is the number of rows per token.
     cut: function from the number of key tiles of each query tile to (number of leading query tiles that are not split, maximum
     number of key tiles per program for the others).
-    causal: see AttentionSpec.
+    causal: as in AttentionSpec.
     """
     rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window, causal)
     if len(rows) == 0:
@@ -114,7 +114,7 @@ def schedule_tiles(
 
 
 def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n: int, window: int | None, causal: bool) -> Ints:
-    """Return a row of `TileColumn`s per query tile, with all keys that the tile sees."""
+    """Return one row of `TileColumn`s for each query tile, with all keys that the tile sees."""
     sequences = numpy.empty((len(kv_lens), 4), numpy.int32)
     sequences[:, TileColumn.SEQUENCE] = numpy.arange(len(kv_lens))
     sequences[:, TileColumn.FIRST_TOKEN] = starts[:-1]
@@ -144,7 +144,7 @@ def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n:
 
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Candidate numbers of splits per sequence. Values between them were measured and gain nothing."""
+"""Candidate numbers of splits per sequence. Values in between were measured, and gain nothing."""
 
 MAX_WAVES = 4
 """Maximum number of waves of programs in a prefill or extend whose keys are split."""
@@ -153,10 +153,10 @@ FAN = 8
 """Number of partial results that one program merges. With more, the results are merged in two stages."""
 
 FAN_ROUND = 8
-"""Overhead of the second merge stage, in units of merging one partial result."""
+"""Overhead of the second merge stage, in units of the time to merge one partial result."""
 
 FEWEST = 2
-"""Programs per SM above which configurations without splits are considered."""
+"""Number of programs per SM above which configurations without splits are considered."""
 
 
 @lru_cache(maxsize=4096)
@@ -165,12 +165,12 @@ def choose_split(
 ) -> tuple[DecodeConfig, int]:
     """Return the configuration and number of splits with the lowest expected time.
 
-    items: number of programs without splits: sequences x kv heads x query tiles.
+    items: number of programs without splits, that is, sequences x kv heads x query tiles.
     keys: mean number of keys per program.
-    key_bytes: size of K and V of one key.
+    key_bytes: size of one key and its value, in bytes.
     rows: number of rows of a query tile.
     multiprocessors: number of SMs.
-    configs: the first may split; the others run unsplit, for many programs.
+    configs: candidates. Only the first one may split; the others are for many programs.
     """
     if keys == 0 or items == 0:
         return configs[0], 1
@@ -184,11 +184,11 @@ def choose_split(
 def expected_us(
     config: DecodeConfig, splits: int, items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int
 ) -> float:
-    """Return the expected time of a launch in microseconds, without terms that are equal for all candidates.
+    """Return the expected time of a launch in microseconds, without terms that are the same for all candidates.
 
-    An SM runs `residents` programs at a time. Tiles are limited by memory bandwidth, or by latency if there are few programs; in
-    between, by a combination of both. The SM with the most programs is also limited by its own throughput. Parameters were fitted
-    on an H200 (docs/kernels.md).
+    An SM runs `residents` programs at a time. Tiles are limited by memory bandwidth, or by latency if there are few programs; for
+    numbers in between, by a combination of both. The SM with the most programs is also limited by its own throughput. Parameters
+    were fitted on an H200 (docs/kernels.md).
     """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
@@ -221,13 +221,13 @@ class RunRule:
     v_head_dim: int
     multiprocessors: int
     num_splits: int | None = None
-    """Number of parts for the longest query tile's keys, overriding the rule. None means use the rule."""
+    """Number of parts for the longest query tile's keys, which overrides the rule. None means that the rule is used."""
 
     def cut(self, tiles: Ints) -> tuple[int, int]:
         """Return (number of leading query tiles that are not split, maximum number of key tiles per program for the others).
 
         tiles: number of key tiles that each query tile sees. If the query tiles fill slightly more than an integer number of
-        waves, only those in the last, incomplete wave are worth splitting.
+        waves, splitting is useful only for the tiles in the last, incomplete wave.
         """
         longest, count = int(tiles.max()), len(tiles)
         if self.num_splits is not None:
@@ -257,7 +257,7 @@ class RunRule:
         return flops * self.multiprocessors / self.config.flops_per_us
 
     def expected_us(self, count: int, total: int, longest: int, run: int) -> float:
-        """Return the expected time of a launch in microseconds, without terms that are equal for all candidates.
+        """Return the expected time of a launch in microseconds, without terms that are the same for all candidates.
 
         count: number of query tiles.
         total, longest: number of key tiles of all query tiles, and of the longest one.

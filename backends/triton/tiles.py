@@ -1,8 +1,8 @@
 """Device functions shared by the decode and prefill kernels: loads of cached rows, scores, and the online softmax.
 
 Scores are in base 2, because exp2 is one instruction: the host multiplies scale, soft cap, ALiBi slopes and sinks by log2(e).
-Triton's interpreter computes bf16 on raw bits, so every load is cast to `DOT` at once: float32 in the interpreter, the query's
-type on a GPU.
+Triton's interpreter computes bf16 on raw bits, so every loaded value is immediately cast to `DOT`: float32 in the interpreter,
+the query's type on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the physical blocks of keys first .. first + BLOCK_N (first: a multiple of BLOCK_N): a scalar, or [BLOCK_N]."""
+    """Return the physical block numbers of keys first .. first + BLOCK_N (`first` is a multiple of it): a scalar or [BLOCK_N]."""
     if BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(table_ptr + first // BLOCK_SIZE)
     else:
@@ -79,8 +79,8 @@ def cached_rows(
 ):
     """Return rows [BLOCK_N, BLOCK_D] of a paged key or value.
 
-    If adjacent slots are contiguous, a mask that ends within 16 slots would prevent 16-byte loads, so those rows are zeroed after
-    the load. Others are zeroed by the load's mask.
+    If adjacent slots are contiguous, a mask that ends within 16 slots would prevent 16-byte loads, so rows beyond the limit are
+    zeroed after the load. Otherwise, the load's mask zeroes them.
     """
     n = tl.arange(0, BLOCK_N)
     stride_slot = stride_slot // X * X  # a no-op (x is the innermost axis) that tells the compiler about alignment
@@ -124,8 +124,8 @@ def split_rows(
 ):
     """Return rows [BLOCK_N, BLOCK_D] of a key split into X-element chunks that are interleaved over slots. No row is masked.
 
-    The tile is loaded in memory order, [chunks, slots * X], and transposed through shared memory. Loading row by row, adjacent
-    threads would read distant chunks and reach only three quarters of the bandwidth.
+    The tile is loaded in memory order, [chunks, slots * X], and transposed through shared memory. If it were loaded row by row,
+    adjacent threads would read distant chunks and reach only three quarters of the bandwidth.
     """
     piece = tl.arange(0, BLOCK_D // X)
     within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N * X
@@ -194,7 +194,7 @@ def row_scales(
 
 @triton.jit
 def add_scaled(acc, weights, v, scales, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return acc + weights v, with the rows of v scaled by `scales` [BLOCK_N].
+    """Return acc + weights times v, with the rows of v scaled by `scales` [BLOCK_N].
 
     The weights are multiplied by the scales, which takes fewer multiplications than scaling v and keeps v's integers exact. In
     float16, small scaled weights would lose precision, so the scales are divided by the tile's largest scale first.
@@ -320,8 +320,8 @@ def visible_scores(
     scores, at, positions, newest, slopes, cap_log2, window,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Apply soft cap, ALiBi and mask (if MASKED) to scores. Arguments are as in `softmax_step`; scores with a soft cap or ALiBi
-    must be scaled already."""
+    """Apply soft cap, ALiBi and mask (if MASKED) to scores. Arguments are as in `softmax_step`. Scores with a soft cap or ALiBi
+    must already be scaled."""
     if HAS_SOFTCAP:
         scores = cap_log2 * tanh(scores, DOT)
     if HAS_ALIBI:

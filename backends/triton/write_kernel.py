@@ -58,7 +58,7 @@ def write_kv(
     SCALE_STRIDES: tl.constexpr,  # three strides of the key's scales, then three of the value's
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
-    """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): adjacent programs process different heads of the same tokens."""
+    """Write k and v to the cache. Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): adjacent programs process heads of a token."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -133,7 +133,7 @@ def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.cons
            TURN: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
     """Store a tile [BLOCK_T, BLOCK_D]. TURN: assign adjacent threads to adjacent slots instead of chunks of a row.
 
-    (Among axes of equal contiguity, the compiler assigns threads to the first: here the slots, after the X elements of a chunk.)
+    (Among axes of equal contiguity, the compiler assigns threads to the first axis: here the slots, after a chunk's X elements.)
     """
     BLOCK_T: tl.constexpr = tile.shape[0]
     if FP8:  # on a GPU the conversion saturates to +-448, but not in the interpreter
@@ -154,8 +154,8 @@ def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.cons
 class Writer:
     """Function that writes k, v [num_tokens, num_kv_heads, head_dim or v_head_dim] to slot_mapping [num_tokens], skipping -1.
 
-    One launch without synchronisation, so it can be captured in a CUDA graph. An FP8 cache gets k / k_scale and v / v_scale,
-    saturated; an int8 cache gets quantized rows with a scale per row.
+    A write is one launch without synchronisation, so it can be captured in a CUDA graph. An FP8 cache stores k / k_scale and v /
+    v_scale, saturated; an int8 cache stores quantized rows with a scale per row.
     """
 
     def __init__(self) -> None:
@@ -203,8 +203,7 @@ class Writer:
 
 
 def tile_of(num_tokens: int) -> tuple[int, int]:
-    """Return (tokens per program, warps): large tiles keep many loads in flight; small ones fill the GPU if there are few
-    tokens."""
+    """Return (tokens per program, warps): large tiles have many loads in flight, small tiles fill the GPU for few tokens."""
     if num_tokens >= 4096:
         return 64, 4
     if num_tokens >= 1024:

@@ -21,14 +21,15 @@ from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from headway.kernels.runtime.probe import at_least, has_gpu
 
 CAPABILITY = (8, 0)
-"""First compute capability with bfloat16 MMAs and asynchronous copies, and"""
+"""Minimum compute capability, which has bfloat16 MMAs and asynchronous copies."""
 FP8_CAPABILITY = (8, 9)
-"""first one that converts e4m3."""
+"""Minimum compute capability for FP8 caches, which has instructions that convert e4m3."""
 _FP8 = torch.float8_e4m3fn
 
 
 class VllmPagedAttention(AttentionBackend):
-    """CUDA C++ paged attention for vLLM's layout, single-pass (v1) or partitioned (v2); only decode and verification."""
+    """CUDA C++ paged attention for vLLM's cache layout, single-pass (v1) or partitioned (v2). Only for decode and
+    verification."""
 
     name = "vllm_paged"
     capabilities = Capabilities(
@@ -58,7 +59,7 @@ class VllmPagedAttention(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Return whether the cache is contiguous: the kernels compute addresses from the layout and do not take strides."""
+        """Return whether the cache is contiguous. The kernels compute addresses from the layout, and do not support strides."""
         support = super().accepts(cache)
         for name, tensor in cache.tensors.items():
             if not tensor.is_contiguous():

@@ -20,13 +20,13 @@ from headway.kernels.runtime.nvrtc.store import load
 
 CSRC = Path(__file__).parent / "csrc"
 TILE = 16
-"""Number of keys per tile, and of tokens that a thread block writes: TILE in layout.cuh."""
+"""Number of keys per tile, and number of tokens that a thread block writes: TILE in layout.cuh."""
 MAX_WARPS = 8
 _LOG2E = math.log2(math.e)
 
 
 def scoring_of(spec: AttentionSpec) -> tuple[float32, float32, int32]:
-    """Return the members of struct Scoring in score.cuh for a layer: scale and soft cap in base 2, and the window."""
+    """Return the members of `struct Scoring` in score.cuh for a layer: scale and soft cap in base 2, and the window."""
     scale, cap, window = spec.scale * spec.k_scale, spec.softcap, int32(spec.sliding_window or 0)
     if cap is None:
         return float32(scale * _LOG2E), float32(0.0), window
@@ -34,7 +34,7 @@ def scoring_of(spec: AttentionSpec) -> tuple[float32, float32, int32]:
 
 
 def per_head(values: tuple[float, ...] | None, device: torch.device) -> Tensor | None:
-    """Return values times log2(e) as float32 [num_heads], or None."""
+    """Return float32 [num_heads]: values times log2(e). None if `values` is None."""
     if values is None:
         return None
     return torch.tensor([value * _LOG2E for value in values], dtype=torch.float32, device=device)
@@ -48,7 +48,7 @@ def address(tensor: Tensor | None) -> int:
 _SOURCE = "paged_attention.cu"
 _OUT = (0,) * 3  # Placeholders for the output: address, token stride, head stride; set for each layer
 _LAYER = (0,) * 5 + _OUT
-"""Placeholders for q, in the same form, for key and value addresses, and for the output."""
+"""Placeholders for q (in the format of the output), for key and value addresses, and for the output."""
 _LONG = 64  # Number of tiles from which lengths are rounded when choosing a split
 
 
@@ -58,18 +58,19 @@ class PagedDecodePlan:
 
     cut: Cut
     attention: Launch | None
-    """Launch of the attention kernel. None without sequences."""
+    """Launch of the attention kernel. None if there are no sequences."""
     reduction: Launch | None
-    """Launch of the reduction kernel. None if contexts have one partition."""
+    """Launch of the reduction kernel. None if contexts are not partitioned."""
     attention_arguments: Arguments
-    """Arguments, beginning with q, cache and out, which each layer sets. The others point to the metadata's tensors."""
+    """Arguments of the attention kernel. Each layer sets the first ones (q, cache and out); the rest point to the metadata's
+    tensors."""
     reduction_arguments: Arguments
     kept: tuple[Tensor, ...]
-    """Tensors to whose memory the arguments point."""
+    """Tensors that own the memory to which the arguments point."""
 
 
 class PagedDecode:
-    """Decode for one kind of layer, in one kernel (v1) or two (v2) per step. :raises UnsupportedError: if there is no
+    """Decode for one kind of layer, with one kernel (v1) or two (v2) per call. :raises UnsupportedError: if there is no
     compiler."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
@@ -135,7 +136,8 @@ class PagedDecode:
             self._reduce(plan.reduction, plan.reduction_arguments)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Return the maximum size of partial results in bytes. Many sequences are not partitioned; few need little."""
+        """Return the maximum size of partial results in bytes. Contexts of many sequences are not partitioned; few sequences need
+        little."""
         items = min(max_num_seqs * self._spec.num_kv_heads, 8 * self._machine.multiprocessors)
         return items * PARTITIONS[-1] * self._row_tile * (self._spec.head_dim + 2) * 4
 
@@ -152,7 +154,8 @@ class PagedDecode:
         return Cut(min(self._warps or chosen.warps, self._most_warps), self._partitions or chosen.partitions)
 
     def _floats(self, count: int) -> Tensor:
-        """Return a buffer of at least `count` float32. Old buffers are kept, because captured graphs may use them."""
+        """Return a buffer of at least `count` float32 values. Old buffers stay allocated, because captured graphs may use
+        them."""
         if self._workspace.numel() < count:
             self._outgrown.append(self._workspace)
             self._workspace = torch.empty(max(count, 2 * self._workspace.numel()), device=self._spec.device)
@@ -165,7 +168,7 @@ def tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
 
 
 def variant_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, arch: str) -> Variant:
-    """Return the compiled variant for such layers."""
+    """Return the compiled variant for layers with these types and sizes. arch: such as sm_90."""
     stages = stages_of(tile_bytes(head_dim, kv_dtype), arch)
     return Variant.of(CSRC, _SOURCE, dtype, kv_dtype, head_dim, block_size, STAGES=stages)
 
@@ -176,18 +179,18 @@ WARPS = (2, 4, MAX_WARPS)
 
 
 SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
-"""Maximum shared memory of a thread block in KiB, by architecture; 99 on all others."""
+"""Architecture -> maximum shared memory of a thread block, in KiB. All other architectures have 99."""
 _KERNELS_OWN = 2048  # Shared memory of the attention kernel besides its stages, in bytes
 
 
 def shared_bytes(arch: str) -> int:
-    """Return the shared memory for a thread block's stages in bytes. arch: such as sm_90."""
+    """Return the shared memory for a thread block's stages, in bytes. arch: such as sm_90."""
     return SHARED_KIB.get(arch, 99) * 1024 - _KERNELS_OWN
 
 
 @dataclass(frozen=True, slots=True)
 class GPUResources:
-    """Properties of the GPU that the choice of a split depends on."""
+    """Properties of the GPU on which the choice of a split depends."""
 
     multiprocessors: int
     bytes_per_us: float
@@ -195,14 +198,14 @@ class GPUResources:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Split of one launch: warps per thread block and partitions per context."""
+    """Split of one launch: number of warps per thread block, and number of partitions per context."""
 
     warps: int
     partitions: int
 
 
 def stages_of(tile_bytes: int, arch: str) -> int:
-    """Return the number of tiles in flight per warp. MAX_WARPS warps fit if possible. tile_bytes: size of key and value."""
+    """Return the number of tiles in flight per warp. MAX_WARPS warps fit if possible. tile_bytes: bytes of key and value."""
     return max(2, min(MAX_STAGES, shared_bytes(arch) // (MAX_WARPS * tile_bytes)))
 
 
@@ -212,18 +215,17 @@ _TAIL = 0.05  # Share of a block's time at its end in which memory is not busy
 _WARP_US = 0.17  # Time to merge one more warp
 _SECOND_US = 4.6  # Time of the second kernel, plus
 _MERGE_US = 0.09
-"""time per partition to merge, plus"""
+"""Time of the second kernel for each partition to merge, in us."""
 _PARTIAL_US = 0.23
-"""time per thread block on each SM that writes a partial result."""
+"""Time for partial results, in us per thread block on each SM that writes one."""
 
 
 @lru_cache(maxsize=4096)
 def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine: GPUResources) -> Cut:
-    """Return the split with the lowest expected time, by a model fitted to a sweep on an H200.
+    """Return the split with the lowest expected time, according to a model fitted to a sweep on an H200.
 
-    items: sequences x kv heads x row tiles; total_tiles: number of key tiles of all items; longest: number of tiles of the
-    longest.
-    The caller rounds the sizes, so that few results are cached.
+    items: sequences x kv heads x row tiles; total_tiles: number of key tiles of all items; longest: number of key tiles of the
+    longest item. The caller rounds the sizes, so that few results are cached.
     """
     busy = min(items, max(1.0, total_tiles / max(longest, 1)))  # number of items of full length with the same total work
     shared_tile_us = machine.multiprocessors * tile_bytes / machine.bytes_per_us  # one tile on every SM at full bandwidth
@@ -247,15 +249,15 @@ _COPY_PARTS = 8  # Number of thread blocks that share one cache block
 
 
 def cache_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int) -> Variant:
-    """Return the compiled variant of the writer for such a cache."""
+    """Return the compiled variant of the writer for a cache with these types and sizes."""
     return Variant.of(CSRC, "cache.cu", dtype, kv_dtype, head_dim, block_size)
 
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping int64 [num_tokens], skipping -1.
 
-    One launch without synchronisation, so it can be captured in a CUDA graph. An FP8 cache gets k / k_scale and v / v_scale,
-    saturated. Rows of a head must be contiguous and 16-byte aligned.
+    This is one launch without synchronisation, so it can be captured in a CUDA graph. An FP8 cache stores k / k_scale and v /
+    v_scale, saturated. Rows of a head must be contiguous and 16-byte aligned.
     """
     geometry = cache.geometry
     reshape_and_cache(k, v, cache.key, cache.value, slot_mapping, geometry.block_size, cache.k_scale, cache.v_scale)
@@ -282,16 +284,17 @@ def reshape_and_cache(
 
 
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks inside one cache.
+    """Copy whole blocks within one cache.
 
     key, value: tensors in any layout whose outermost axis is the block.
-    pairs: int64 [num_pairs, 2] on the device: source and destination blocks. No block may be both.
+    pairs: int64 [num_pairs, 2] on the device: source and destination blocks. No block may be both a source and a destination.
     """
     swap_blocks(key, value, key, value, pairs)
 
 
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks between caches of one geometry. Either may be in pinned host memory. pairs: as in `copy_blocks`."""
+    """Copy whole blocks between caches of the same geometry. Either cache may be in pinned host memory. pairs: as in
+    `copy_blocks`."""
     if pairs.shape[0] == 0:
         return
     block_bytes = key[0].numel() * key.element_size()

@@ -1,4 +1,5 @@
-"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile. Importing compiles nothing."""
+"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile. Importing this compiles
+nothing."""
 
 from __future__ import annotations
 
@@ -84,14 +85,14 @@ def paged_attention(
 
 @torch.library.custom_op("headway::copy_blocks", mutates_args=("key", "value"), device_types="cuda")
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks inside one cache. pairs: int64 [num_pairs, 2]: source and destination."""
+    """Copy whole blocks within one cache. pairs: int64 [num_pairs, 2]: source and destination."""
     decode.copy_blocks(key, value, pairs)
 
 
 @torch.library.custom_op("headway::swap_blocks", mutates_args=("to_key", "to_value"))
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks from one cache to another. Either may be in pinned host memory. pairs: as in `copy_blocks`, on the
-    GPU."""
+    """Copy whole blocks from one cache to another. Either cache may be in pinned host memory. pairs: on the GPU, as in
+    `copy_blocks`."""
     decode.swap_blocks(key, value, to_key, to_value, pairs)
 
 

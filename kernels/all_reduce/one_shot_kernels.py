@@ -1,10 +1,10 @@
-"""One-shot all-reduce: in one launch, each rank writes its tensor to all others, waits for theirs, and sums them.
+"""One-shot all-reduce: in one launch, each rank writes its tensor to all other ranks, waits for theirs, and sums them.
 
 Each rank has three buffers, used in rotation, with room for every other rank's tensor; the other ranks write into them. An
 element that has not arrived holds a reserved bit pattern, so the data itself is the flag, and neither a separate flag nor a fence
 is needed (Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank resets the previous call's buffer to
-that pattern. The others write there two calls later. For this they need this rank's data of the next call, which follows the
-reset.
+that pattern. Other ranks write into that buffer two calls later, and can do so only after they have received this rank's data
+of the next call, which it sends after the reset.
 """
 
 from __future__ import annotations
@@ -106,19 +106,19 @@ def _buffers(address_ptr, BITS: tl.constexpr):
 
 
 CAPACITY: Final = 2**19
-"""Largest tensor in bytes. NCCL is faster for larger ones, and all programs of a launch must run at once."""
+"""Maximum size of a tensor, in bytes. NCCL is faster for larger tensors, and all programs of a launch must run at once."""
 NOTHING: Final = 0x8000
-"""Initial value of every 16 bits of shared memory."""
+"""Value that marks 16 bits of shared memory as not yet written."""
 _BLOCK_BYTES: Final = 4096
 _WORD: Final = 16
-"""Bytes per load and store. A tensor's size must be a multiple of this."""
+"""Bytes per load and store. A tensor's size in bytes must be a multiple of this."""
 _WIDE: Final = (tl.int32, -0x7FFF8000, -0x7FFF7FFF)  # sends one tiny (denormal) number instead of another
 _NARROW: Final = (tl.int16, -0x8000, 0)  # sends 0 instead of -0
 _BITS: Final = {torch.float32: _WIDE, torch.bfloat16: _NARROW, torch.float16: _NARROW}
 
 
 def shared_bytes(size: int) -> int:
-    """Return the bytes that each of `size` ranks shares with the others."""
+    """Return the number of bytes that each of `size` ranks shares with the other ranks."""
     return 3 * size * CAPACITY
 
 
@@ -131,7 +131,7 @@ class OneShotAllReduce(AllReduceKernel):
 
     @classmethod
     def supports(cls, spec: RankGroup) -> Support:
-        """Return whether every GPU of the group can access the memory of all others."""
+        """Return whether every GPU of the group can access the memory of all other GPUs."""
         if not (claimed := super().supports(spec)):
             return claimed
         if (disabled := os.environ.get("NCCL_P2P_DISABLE", "0")) != "0":
@@ -161,7 +161,7 @@ class OneShotAllReduce(AllReduceKernel):
     ) -> None:
         """Prepare the state of a rank.
 
-        addresses: address of every rank's shared memory on this device, filled with NOTHING. keeps: object that owns the
+        addresses: address on this device of every rank's shared memory, filled with NOTHING. keeps: object that owns the
             memory. side: a stream without other work, so that `abort` can run while a launch waits; required on a GPU.
             block_bytes: bytes per program, a power of two.
         """

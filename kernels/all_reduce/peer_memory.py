@@ -24,13 +24,13 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Memory that all ranks share, at this rank's addresses. It is freed with the object."""
+    """GPU memory that all ranks share, mapped at this rank's addresses. It is freed with the object."""
 
     def __init__(self, group: RankGroup, num_bytes: int, word: int) -> None:
         """Allocate `num_bytes` on every rank. All ranks must call this, each with a different GPU.
 
         word: initial value of every 16 bits.
-        :raises RuntimeError: if the driver refuses.
+        :raises RuntimeError: if the driver cannot allocate or share the memory.
         """
         driver, rank, size, device, store = _driver(), group.rank, group.size, group.device, group.store
         with torch.cuda.device(device):

@@ -34,17 +34,15 @@ class ExpertsOptions:
     """Options for the kernels of a model's MoE layers."""
 
     able: Callable[[str], Sequence[type[ExpertsKernel]]] = builtin_classes
-    """Maps a device type to the kernel classes available on it, in order of preference. Called when a layer of experts is
-    loaded.
-    """
+    """Maps a device type to the kernel classes available on it, in order of preference. Called when an MoE layer is loaded."""
     requested: str = AUTO
-    """Name of the kernel that the user requested. auto means the fastest measured kernel, or a rule's if nothing was measured."""
+    """Name of the kernel that the user requested. auto: the fastest measured kernel, or a rule's choice without times."""
     refusals: dict[ExpertsSpec, Support] = field(default_factory=dict)
-    """Reasons why the requested kernel does not support some layers."""
+    """Kinds of layers that the requested kernel does not support, each with the reason."""
     specs: Counter[ExpertsSpec] = field(default_factory=Counter)
-    """Number of bound layers of each kind."""
+    """Number of bound layers for each spec."""
     invariant: bool = False
-    """True if third parties' kernels are used only if they are batch-invariant (deterministic mode)."""
+    """True to use third parties' kernels only if they are batch-invariant (deterministic mode)."""
 
     def reads(self, weight_format: str, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether a third party's kernel claims a weight format, so that such weights stay in the checkpoint's format."""
@@ -54,7 +52,7 @@ class ExpertsOptions:
     def check(self) -> None:
         """Check that the requested kernel, if any, supports a layer of the model.
 
-        :raises UnsupportedError: if it supports none.
+        :raises UnsupportedError: if it does not support any layer.
         """
         if self.requested == AUTO or len(self.specs) > len(self.refusals):
             return
@@ -74,13 +72,13 @@ class Experts(Protocol):
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return the residual stream plus the experts' output for its normed rows.
 
-        x: [num_tokens, hidden_size], the residual stream. onto: added to instead of x, and may be overwritten.
+        x: [num_tokens, hidden_size], the residual stream. onto: tensor to add to instead of x; may be overwritten.
         """
 
 
 Make = Callable[[type[ExpertsKernel], ExpertsSpec, dict[Any, Any]], ExpertsKernel | None]
 """Factory of a kernel, given the objects that kernels of one kind of layers share. Returns None if the kernel is not used
-here.
+for the spec.
 """
 
 
@@ -92,7 +90,7 @@ class ExpertsLayers:
     """Factory for the MoE layers of one model. Layers of one spec share kernels and the choice between them."""
 
     def __init__(self, options: ExpertsOptions, front: Callable[[ExpertsConfig], Front], make: Make) -> None:
-        """Prepare the factory. front: makes the norm and router of a layer."""
+        """Prepare the factory. front: returns a factory of a layer's norm and router, given the layer's configuration."""
         self._options = options
         self._front = front
         self._make = make
@@ -108,13 +106,13 @@ class ExpertsLayers:
         return self.kind(spec).bind(weights, norm)
 
     def kind(self, spec: ExpertsSpec) -> ExpertsKind:
-        """Return the layers of a spec, with their candidate kernels, made at the first call."""
+        """Return the `ExpertsKind` of a spec, with its candidate kernels. It is made at the first call."""
         if spec not in self._kinds:
             self._kinds[spec] = self._kind(spec)
         return self._kinds[spec]
 
     def _kind(self, spec: ExpertsSpec) -> ExpertsKind:
-        """Make the kernels that support a spec. A third party's kernel that raises is skipped with a warning."""
+        """Make the `ExpertsKind` of a spec. Third-party kernels that raise are skipped with a warning."""
         requested, kernels, shared = self._options.requested, list[ExpertsKernel](), dict[Any, Any]()
         refused = dict[str, Support]()
         for each in self._options.able(spec.device.type):
@@ -164,10 +162,10 @@ class ExpertsKind:
         refused: Mapping[str, Support] | None = None,
         fixed: bool = False,
     ) -> None:
-        """Prepare the kind.
+        """Prepare the layers' kernels.
 
-        kernels: the candidates, in order of preference. refused: reasons against the other kernels. fixed: True if measured
-            times are ignored (deterministic mode).
+        kernels: the candidates, in order of preference. refused: reasons against the other kernels. fixed: True to ignore
+        measured times (deterministic mode).
         """
         self.fixed = fixed
         self.spec = spec
@@ -199,7 +197,7 @@ class ExpertsKind:
 
     @property
     def forms(self) -> tuple[str, str]:
-        """Names of the quantization formats of the two weights. Empty means dense."""
+        """Names of the two weights' quantization formats. An empty name means dense."""
         first, second = ("" if each.name == "plain" else str(each) for each in (self.spec.gate_up, self.spec.down))
         return first, second
 
@@ -214,7 +212,7 @@ class ExpertsKind:
         return [each for each in self.kernels.values() if not is_own(type(each))]
 
     def bind(self, weights: RoutedWeights, norm: Any) -> BoundExperts:
-        """Return a layer of this kind. Its original weights are kept only while another kernel may need them."""
+        """Return a layer of this kind. Its original weights stay in memory only while a kernel may need them."""
         layer = BoundExperts(self, weights, norm)
         if not self.chooses:
             layer.settle(self.kernels.values())
@@ -232,7 +230,7 @@ class ExpertsKind:
         return [each for each in self.kernels.values() if each.runs(num_tokens)]
 
     def kernel_for(self, num_tokens: int) -> ExpertsKernel:
-        """Return the kernel for a number of tokens: the requested one, the fastest, or the one that a rule selects."""
+        """Return the kernel for a number of tokens: the requested one, the fastest, or the one selected by a rule."""
         if num_tokens not in self._chosen:
             able = {each.name: each for each in self.serving(num_tokens)}
             name = self.requested if self.requested in able else None
@@ -259,7 +257,7 @@ class ExpertsKind:
         self._rebind()
 
     def leave_out_raised(self, raised: KernelRaisedError) -> None:
-        """Remove a kernel that raised from the candidates, like `leave_out`."""
+        """Remove the kernel that raised an error from the candidates, like `leave_out`."""
         log_traceback(f"experts kernel {raised.kernel.name}", raised.error)
         self.leave_out(raised.kernel.name, f"it raised {type(raised.error).__name__}: {raised.error}", raised.error)
 
@@ -269,8 +267,8 @@ class ExpertsKind:
             layer.rebind()
 
     def prepare(self) -> int:
-        """Prepare all layers' weights for the selected kernels. Return the bytes that Headway's kernels need besides the
-        weights.
+        """Prepare all layers' weights for the selected kernels. Return the size in bytes of what Headway's kernels need besides
+        the weights.
         """
         serving = dict.fromkeys(map(self.kernel_for, TOKEN_COUNTS))
         if self.device.type == "cpu" and all(is_own(type(each)) for each in serving):
@@ -288,16 +286,16 @@ class ExpertsKind:
 
     @property
     def source(self) -> str:
-        """Origin of the choice, for messages."""
+        """Source of the choice, for messages: the user, measured times, or the rule."""
         source = "not measured" if self.times is None else self.times.source
         return source if self.requested == AUTO else f"{self.requested} was asked for"
 
     def changes(self) -> dict[int, str]:
-        """Return the kernel from each number of tokens at which the choice changes."""
+        """Return the name of the selected kernel, keyed by each number of tokens at which the choice changes."""
         return TOKENS.changes(lambda count: self.kernel_for(count).name)
 
     def describe(self) -> str:
-        """Describe the kernel for each range of token counts, and the origin of the choice."""
+        """Return a description of the kernel for each range of token counts, and the source of the choice."""
         text = TOKENS.describe(self.changes(), self.source)
         if self.forms == ("", ""):
             return text
@@ -309,7 +307,7 @@ class ExpertsKind:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of a layer's dequantized weights."""
+        """Size of a layer's dequantized weights, in bytes."""
         config, hidden = self.config, self.spec.hidden_size
         sizes = (self.forms[0], config.up_size), (self.forms[1], config.intermediate_size)
         return sum(config.num_all * hidden * rows * self.dtype.itemsize for form, rows in sizes if form)
@@ -327,14 +325,14 @@ class BoundExperts:
         self._calls: dict[int, Call] = {}
 
     def settle(self, serving: Iterable[ExpertsKernel]) -> None:
-        """Prepare the weights for the selected kernels. On a CPU, the last kernel has its own copy and the original is freed."""
+        """Prepare the weights for the selected kernels. A CPU kernel selected last has its own copy; the original is freed."""
         for kernel in serving:
             self.prepared(kernel)
         if not self.kind.chooses and self.kind.device.type == "cpu":
             self.weights = None
 
     def prepared(self, kernel: ExpertsKernel) -> Any:
-        """Return the weights as prepared for a kernel, at the first call by preparing them.
+        """Return the weights prepared for a kernel. The first call prepares them.
 
         :raises KernelRaisedError: if a third party's kernel raised.
         """
@@ -349,14 +347,14 @@ class BoundExperts:
         return self._prepared[kernel.name]
 
     def bind_as(self, other: BoundExperts) -> None:
-        """Prepare this layer's weights for the same kernels as another layer of the kind."""
+        """Prepare this layer's weights for the same kernels as `other`, a layer of the same kind."""
         for kernel in other._kernels():
             self.prepared(kernel)
         if other.weights is None:
             self.weights = None
 
     def update(self, built: BoundExperts) -> None:
-        """Overwrite what third parties' kernels prepared with the new weights of `built` (see `bind_as`).
+        """Copy the new weights of `built` (see `bind_as`) over the data that third-party kernels prepared.
 
         :raises ConfigError: if a kernel does not support updates.
         """
@@ -384,7 +382,7 @@ class BoundExperts:
         self._calls.clear()
 
     def _call(self, kernel: ExpertsKernel) -> Call:
-        """Return a call of a kernel that raises KernelRaisedError if a third party's kernel raises."""
+        """Return a function that calls a kernel, and raises KernelRaisedError if a third party's kernel raises."""
         route, weights = self.route, self.prepared(kernel)
         if isinstance(kernel, RoutedKernel):
             add, sorts = kernel.add, kernel.sorts

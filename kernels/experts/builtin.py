@@ -1,4 +1,4 @@
-"""Registrations of Headway's MoE kernels and their variants, and the rule among them. Importing this needs no Triton."""
+"""Registrations of Headway's MoE kernels and variants, and the rule that selects one without measurements. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsK
 from headway.core.select.costs import CountAxis
 
 TOKEN_COUNTS = tuple(2**n for n in range(14))
-"""Measured numbers of tokens. Any other number uses the choice of the nearest one, by ratio."""
+"""Numbers of tokens to measure. Any other number uses the choice for the nearest one, by ratio."""
 TOKENS = CountAxis("tokens", TOKEN_COUNTS, nearest=True)
 
 
 def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
-    """Return name prefixes of kernels to use without a measurement, by the average number of pairs per expert, best first.
+    """Return name prefixes of the kernels to use without measurements, best first, by the average number of pairs per expert.
 
     The caller uses the first prefix that matches a kernel for this number of tokens.
     """
@@ -38,13 +38,13 @@ class ExpertTiling:
 
     block_m: int
     block_n: int
-    """Outputs of a tile of the down projection. Above 64 rows, the gate/up projection, which computes two tiles, uses half."""
+    """Outputs per tile of the down projection. Above 64 rows, the gate/up projection, which computes two tiles, uses half."""
     block_k: int
     warps: int
     stages: int
     swapped: bool = False
     whole: bool = False
-    """True for at most block_m tokens, which all are in each expert's tile: pairs need no sorting."""
+    """True if each expert's tile contains all tokens, at most block_m, so that pairs need no sorting."""
     group_m: int = 8
 
     @property
@@ -87,17 +87,17 @@ _QUANTIZED = (
     _swapped(128, 64, 128, 4, 3),
 )
 PLAIN_TILINGS = {tiling.name: tiling for tiling in _PLAIN}
-"""Tilings over dense weights. The first with a given number of rows is the default without measurements."""
+"""Tilings over dense weights, by name. Without measurements, the first one with a given number of rows is the default."""
 QUANTIZED_TILINGS = {tiling.name: tiling for tiling in _QUANTIZED}
-"""Tilings over quantized weights. `block_k` counts columns, not bytes."""
+"""Tilings over quantized weights, by name. `block_k` is in columns, not bytes."""
 INVARIANT, QUANTIZED_INVARIANT = ExpertTiling(64, 128, 64, 4, 4), _swapped(64, 64, 128, 4, 3)
-"""Tiles for any number of tokens in deterministic mode (batch-invariant)."""
+"""Tilings for any number of tokens in deterministic mode (batch-invariant), over dense and over quantized weights."""
 ROW_WARPS = {"triton.rows": 1, "triton.rows.4warps": 4}
-"""Warps per program of the GEMV kernels over quantized weights. The first one also supports dense weights."""
+"""Name of each GEMV kernel over quantized weights -> warps per program. The first kernel also supports dense weights."""
 EXPANDED = ("triton.tiles128x128x64", "triton.tiles128x256x64", "torch.grouped_mm")
-"""Kernels over dense weights that can also run after quantized weights are dequantized."""
+"""Names of the kernels over dense weights that can also run after quantized weights are dequantized."""
 SKINNY_TILE_ROWS, GROUPED_TILE_ROWS = (8, 16), (8, 16, 32, 64)
-"""Maximum rows per tile of one expert. Larger tiles read a weight fewer times, but leave less shared memory for its ring."""
+"""Maximum rows per tile of one expert. Larger tiles read a weight fewer times, but leave less room for the ring."""
 
 _GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 """Device types of GPU kernels. Triton's interpreter runs them on any device."""
@@ -131,14 +131,14 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
 
 
 def _load(place: str, arguments: tuple[object, ...]) -> Any:
-    """Return a kernel's class, or the result of a function. place: module below this folder, a colon, and the name."""
+    """Return a class, or the result of a function that makes one. place: module below this folder, a colon, and the name."""
     found = resolve_name(f"headway.kernels.experts.{place}")
     return found(*arguments) if arguments else found
 
 
 @cache
 def builtin_classes(device_type: str) -> list[type[ExpertsKernel]]:
-    """Return the classes of Headway's kernels available on a device type, for a model that is loaded without a registry."""
+    """Return the classes of Headway's kernels that a device type has, for a model that is loaded without a registry."""
     found = [info.load() for info in builtin_kernels() if device_type in (info.devices or (device_type,))]
     return [each for each in found if each.available()]
 

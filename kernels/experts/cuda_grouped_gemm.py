@@ -1,7 +1,7 @@
 """Grouped GEMM in CUDA C++ (expert_lots.cu) over tiles of one expert's rows, for quantized weights on Hopper (wgmma).
 
-The kernels are named cuda.lots8 to cuda.lots64. Warps split the weight's rows and share the tile's rows of x, of which they can
-handle more than cuda_rows.py.
+The kernels are named cuda.lots8 to cuda.lots64. Warps split the weight's rows and share the tile's rows of x, so that a tile can
+have more rows than in cuda_rows.py.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, CompiledK
 from headway.kernels.runtime.nvrtc.store import load
 
 MOST_TOKENS = 256
-"""Maximum number of tokens."""
+"""Maximum number of tokens per step."""
 _MULTIPROCESSOR_BYTES, _KEPT_BYTES = 228 * 1024, 5 * 1024
 """Shared memory of an SM, and the part that a thread block uses besides its ring, in bytes."""
 _MOST_STAGES = 12
-"""Maximum stages of a ring; more would not hide more memory latency in any format."""
+"""Maximum number of ring stages. In every format, these are enough to hide the memory latency."""
 _STEP_COLUMNS = 128
 
 
@@ -61,7 +61,7 @@ def expert_grouped_tiling(product: ExpertProduct, multiprocessors: int) -> CudaT
 
 @dataclass(frozen=True, slots=True)
 class GroupedVariant:
-    """Everything that the kernel is compiled for."""
+    """Parameters that the kernel is compiled for."""
 
     of: ExpertVariant
     following: WeightBytes | None
@@ -75,13 +75,13 @@ class GroupedVariant:
 
     @property
     def groups(self) -> int:
-        """Groups of a slice whose scales are copied. 0 if the scales are per row or per block, which are not copied."""
+        """Number of groups per slice whose scales are copied. 0 if scales are per row or per block: those are not copied."""
         weight = self.of.each.weight
         return 0 if weight.scale_rows > 1 or weight.scale_span >= weight.row else max(1, SLICE_BYTES // weight.scale_span)
 
     @property
     def box(self) -> int:
-        """Rows of the weight per copy: the largest number that does not cross an expert's last row."""
+        """Weight rows per copy: the largest number with which no copy crosses the end of an expert."""
         box = self.outputs
         while self.of.each.out_features % box:
             box //= 2
@@ -89,7 +89,7 @@ class GroupedVariant:
 
     @property
     def step_bytes(self) -> int:
-        """Shared memory of one ring stage in bytes, matching expert_lots.cu."""
+        """Shared memory of one ring stage in bytes, as in expert_lots.cu."""
         each = self.of.each
         row_ranges, places, halves = 2 if each.gated else 1, self.groups * self.outputs, 2 if each.weight.half else 1
         scales = -(-places * each.scale_dtype.itemsize // 128) * 128
@@ -104,12 +104,12 @@ class GroupedVariant:
 
     @property
     def threads(self) -> int:
-        """Threads per block: the warps that multiply, and one that copies."""
+        """Threads per thread block: the warps that multiply, and one warp that copies."""
         return 32 * (self.of.each.tiling.warps + 1)
 
     @property
     def row_columns(self) -> int:
-        """Columns of a row of permuted x, including the zeros at its end."""
+        """Columns per row of permuted x, including the zeros at the row's end."""
         return arranged_columns(self.of.each.weight)
 
     @property
@@ -134,7 +134,7 @@ class GroupedVariant:
 
 
 def arranged_columns(weight: WeightBytes) -> int:
-    """Return the columns of a row of permuted x for a weight, rounded up to whole steps."""
+    """Return the number of columns per row of permuted x for a weight, rounded up to whole steps."""
     return -(-weight.row * (2 if weight.half else 1) // _STEP_COLUMNS) * _STEP_COLUMNS
 
 
@@ -160,13 +160,13 @@ def grouped_variant(
 
 
 _ARRANGING = 256
-"""Threads of a block that permutes a row, or that adds slots in 4 columns per thread."""
+"""Threads of a thread block that permutes a row, or that adds up slots for 4 columns per thread."""
 _MOST_SLOTS = 24
-"""Maximum number of slots for which arrange_lots's counters fit 48 KiB."""
+"""Maximum number of slots per token for which arrange_lots's counters fit 48 KiB of shared memory."""
 
 
 class _Launcher:
-    """A compiled GEMM with its arguments, and the extra launch before the first or after the second GEMM."""
+    """A compiled GEMM with its arguments, and the extra kernel launched before the first GEMM or after the second."""
 
     def __init__(self, variant: GroupedVariant, device: torch.device, multiprocessors: int) -> None:
         specific = architecture(device, specific=True)
@@ -201,8 +201,8 @@ class CudaGroupedGemm(CudaExperts):
     """Grouped GEMM over tiles of one expert's rows, with inputs permuted first: five launches per layer, up to MOST_TOKENS
     tokens.
 
-    Experts' outputs are added in the order of a token's slots, in float32. A token's bits are the same in every run, whatever the
-    other tokens are. Not thread-safe.
+    Experts' outputs are added in the order of a token's slots, in float32. A token's result has the same bits in every run,
+    whatever the other tokens are. Not thread-safe.
     """
 
     capabilities = replace(CudaExperts.capabilities, max_tokens=MOST_TOKENS)
@@ -257,7 +257,7 @@ def cuda_grouped_gemm(rows_per_tile: int) -> type[CudaGroupedGemm]:
 def suits(rows_per_tile: int, num_tokens: int, config: ExpertsConfig) -> bool:
     """Return whether tiles of up to `rows_per_tile` rows may be the fastest for this number of tokens.
 
-    Smaller tiles are better if experts hardly fill half a tile, and larger tiles if experts fill more than four.
+    Smaller tiles are better if experts fill less than about half a tile, and larger tiles if experts fill more than four tiles.
     """
     pairs = num_tokens * config.num_slots / config.num_all
     filled = rows_per_tile == GROUPED_TILE_ROWS[0] or (num_tokens > rows_per_tile // 2 and pairs >= rows_per_tile / 8)

@@ -1,6 +1,6 @@
 """MoE kernels in CUDA C++ (expert_rows.cu) for few tokens and quantized weights: compilation and launches of the skinny GEMMs.
 
-A decode step takes the time of reading the selected experts' weights. Each is read once if an expert's tokens fit one tile.
+A decode step takes the time of reading the selected experts' weights. A weight is read once if its expert's tokens fit one tile.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Laun
 from headway.kernels.runtime.nvrtc.store import load
 
 MOST_TOKENS = 64
-"""Maximum number of tokens."""
+"""Maximum number of tokens per step."""
 _SWISH = 6
-"""ACTIVATION of product.cuh: x * sigmoid(ALPHA x)."""
+"""Value of ACTIVATION in product.cuh for x * sigmoid(ALPHA x)."""
 _WARPS = 8, 12, 6, 10, 4, 2
-"""Numbers of warps that may split a sum over K. The first one with slices for nearly all warps is used; mostly 8."""
+"""Numbers of warps that may split a sum over K, preferred first. The first one that has slices for nearly all warps is used."""
 _ROOM = 220 * 1024
-"""Shared memory of a thread block in bytes."""
+"""Maximum shared memory of a thread block, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ ExpertTilingRule = Callable[[ExpertProduct, int], CudaTiling]
 
 
 def expert_rows_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTiling:
-    """Return the tiling of a GEMM: as many warps along K as there are slices for, and rings as deep as fit.
+    """Return the tiling of a GEMM: as many warps along K as have slices to compute, and the deepest rings that fit.
 
     The preferred values were measured on an H100 with Qwen3-30B-A3B in block FP8 and gpt-oss-20b in MXFP4: docs/notes/kernels.md.
     """
@@ -101,7 +101,7 @@ _LAST: _Preferred = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertVariant:
-    """Everything that the kernel is compiled for."""
+    """Parameters that the kernel is compiled for."""
 
     each: CudaVariant
     """GEMM of one expert."""
@@ -125,7 +125,7 @@ class ExpertVariant:
 
     @property
     def tiles(self) -> int:
-        """Output tiles. Thread blocks loop over them."""
+        """Number of output tiles, over which thread blocks loop."""
         return -(-self.each.out_features // self._outputs)
 
     @property
@@ -141,13 +141,13 @@ class ExpertVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory in bytes, matching expert_rows.cu."""
+        """Dynamic shared memory in bytes, as in expert_rows.cu."""
         each, totals = self.each, 0 if self.first else self.tokens * self._outputs * 4
         return warps_bytes(each.weight, each.most_rows, each.tiling, each.scale_dtype.itemsize) + totals + self.lots_bytes
 
     @property
     def constants(self) -> dict[str, str | int]:
-        """Macros of expert_rows.cu."""
+        """Values of the macros in expert_rows.cu."""
         each = self.each
         constants: dict[str, str | int] = {
             **each.constants,
@@ -207,11 +207,11 @@ def expert_variant(
 
 
 _ROUTED = Struct("=2Q")
-"""struct Routed of lots.cuh."""
+"""Layout of `struct Routed` in lots.cuh."""
 
 
 class _Launcher:
-    """A compiled kernel with its launch configuration and arguments, which each launch copies."""
+    """A compiled kernel with its launch configuration and its arguments, which are copied at each launch."""
 
     def __init__(self, variant: ExpertVariant, device: torch.device, multiprocessors: int) -> None:
         tiling = variant.each.tiling
@@ -256,14 +256,14 @@ class CudaExperts(RoutedKernel):
         return support
 
     def extra_bytes(self, weights: ExpertsWeights) -> int:
-        """Return the bytes of the repacked scales and zeros."""
+        """Return the size of the repacked scales and zeros, in bytes."""
         return self._arranged.num_bytes(weights.gate_up) + self._arranged.num_bytes(weights.down)
 
 
 class CudaRows(CudaExperts):
     """Skinny GEMMs over tiles of one expert's rows, in the order of experts: three launches per layer, up to MOST_TOKENS tokens.
 
-    A token's bits do not depend on the other tokens or their number. Not thread-safe.
+    A token's result does not depend on the other tokens or their number. Not thread-safe.
     """
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
@@ -271,7 +271,7 @@ class CudaRows(CudaExperts):
         self._made = cache(lambda variant: _Launcher(variant, spec.device, self._multiprocessors))
 
     def runs(self, num_tokens: int) -> bool:
-        """Return whether the tile size fits this number of tokens. A smaller tile is used if this one could not be filled."""
+        """Return whether the tile size suits this number of tokens. Tokens that cannot fill this tile use a smaller one."""
         return num_tokens <= MOST_TOKENS and (self.rows_per_tile == SKINNY_TILE_ROWS[0] or num_tokens > self.rows_per_tile // 2)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:

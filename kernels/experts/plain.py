@@ -1,4 +1,4 @@
-"""Routing and experts (MoE) by torch's operations, one expert after the other, for CPUs and as a reference for the kernels."""
+"""Routing and experts (MoE) with torch's operations, one expert after another, for CPUs and as a reference for the kernels."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Routed:
     x: Tensor
     """[num_tokens, hidden_size]: normed rows."""
     experts: Tensor
-    """int32 [num_tokens, num_slots]"""
+    """int32 [num_tokens, num_slots]: experts of each token."""
     weights: Tensor
-    """float32 [num_tokens, num_slots]"""
+    """float32 [num_tokens, num_slots]: weight of each expert's output."""
     counts: Tensor | None = None
-    """int32 [tiles, num_all]: pairs of each expert in each tile of `block_t` tokens. None if the router did not count them."""
+    """int32 [tiles, num_all]: number of pairs of each expert, for each tile of tokens. None if the router did not count pairs."""
     block_t: int = 0
 
 
 RouteTokens = Callable[[Tensor, bool], Routed]
-"""(residual stream [num_tokens, hidden_size], whether pairs will be sorted) -> normed rows and their experts."""
+"""(residual stream [num_tokens, hidden_size], True if pairs will be sorted) -> normed rows and their experts."""
 Front = Callable[[RoutedWeights, Any], RouteTokens]
 """(weights of a layer, its norm) -> function that norms and routes its tokens."""
 
@@ -44,10 +44,10 @@ class RoutedKernel(ExpertsKernel):
 
     graph_level = GraphLevel.ANY
     sorts: ClassVar[bool] = True
-    """True if the kernel sorts pairs by expert; the router then counts them if there are many."""
+    """True if the kernel sorts pairs by expert. The router then counts the pairs of each expert in large steps."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
-        """Prepare the kernel. shared: objects that the kernels of one kind of layers share, by any key. None means that nothing
+        """Prepare the kernel. shared: objects shared by the kernels of one kind of layers, by any key. None means that nothing
         is shared.
         """
         super().__init__(spec)
@@ -61,28 +61,28 @@ class RoutedKernel(ExpertsKernel):
         self.add(Routed(x, experts, scores), weights, out)
 
     def extra_bytes(self, weights: ExpertsWeights) -> int:
-        """Return the bytes that a layer needs besides its weights. Kernels that share this memory return the same number."""
+        """Return the bytes of memory that a layer needs besides its weights. Kernels that share it return the same number."""
         return 0
 
 
 TINY = 1e-20
-"""Term added to the sum that divides the weights, in case all sigmoids are 0 (as in DeepSeek-V3)."""
+"""Term added to the sum by which weights are divided, in case all sigmoids are 0 (as in DeepSeek-V3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Slots of every token: the routed experts in the order of their scores, then the shared ones."""
+    """Slots of every token: the routed experts in the order of their scores, then the shared experts."""
 
     experts: Tensor
-    """int32 [num_tokens, num_slots]"""
+    """int32 [num_tokens, num_slots]: experts of each token."""
     weights: Tensor
-    """float32 [num_tokens, num_slots]"""
+    """float32 [num_tokens, num_slots]: weight of each expert's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """Pairs (token, slot) sorted by expert; stable, so an expert's tokens keep their order. Pair p is slot p % num_slots of token
-    p // num_slots.
+    """Pairs (token, slot) in a stable sort by expert, so an expert's tokens keep their order. Pair p is slot p % num_slots of
+    token p // num_slots.
     """
 
     pairs: Tensor
@@ -90,11 +90,11 @@ class ExpertOrder:
     places: Tensor
     """int32 [num_pairs]: position of each pair in the sorted order."""
     ends: Tensor
-    """int32 [num_all]: end of each expert's pairs."""
+    """int32 [num_all]: position after each expert's last pair."""
 
 
 def route(logits: Tensor, config: ExpertsConfig, correction_bias: Tensor | None = None) -> Routing:
-    """Select experts, without synchronising. Ties go to the lower expert.
+    """Select each token's experts, without synchronising. Ties go to the lower expert id.
 
     logits: [num_tokens, num_logits]. correction_bias: float32 [num_experts].
     """
@@ -120,7 +120,7 @@ def route(logits: Tensor, config: ExpertsConfig, correction_bias: Tensor | None 
 
 
 def _allowed(ranked: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return bool [num_tokens, num_experts]: experts of the best groups."""
+    """Return bool [num_tokens, num_experts]: True for experts in the token's best groups."""
     grouped = ranked.view(-1, config.num_groups, config.group_size)
     best = grouped.topk(config.scores_a_group, dim=2).values.sum(dim=2)
     groups = best.sort(dim=1, descending=True, stable=True).indices[:, : config.top_k_groups]
@@ -143,9 +143,9 @@ Matrix = Callable[[Tensor], Tensor]
 
 
 class TorchExperts(ExpertsKernel):
-    """Experts one after the other, two GEMMs each over the tokens that selected it, for CPUs and as the reference in trials.
+    """Experts one after another, each with two GEMMs over the tokens that selected it, for CPUs and as the reference in trials.
 
-    The host reads the number of tokens of each expert. That is free on a CPU, but would prevent CUDA graphs on a GPU.
+    The host reads the number of tokens of each expert. This costs nothing on a CPU, but would prevent CUDA graphs on a GPU.
     """
 
     name = "torch"
@@ -160,13 +160,13 @@ class TorchExperts(ExpertsKernel):
     )
 
     def __init__(self, spec: ExpertsSpec, product: Product | None = None, gate: Matrix = silu) -> None:
-        """Prepare the kernel. product: computes a linear layer; None means that `Linear` computes it. gate: SiLU of a matrix."""
+        """Prepare the kernel. product: computes a linear layer (None: `Linear` does). gate: computes the SiLU of a matrix."""
         super().__init__(spec)
         self._product = product or _multiplied
         self._gate = gate
 
     def prepare(self, weights: ExpertsWeights) -> tuple[dict[int, Linear], dict[int, Linear]]:
-        """Return the two linear layers of each expert on this rank, by the expert's number."""
+        """Return the gate/up and the down projections of the experts on this rank, by the expert's index."""
         config, dtype = self.spec.config, self.spec.dtype
         held = [*(config.held or range(config.num_experts)), *range(config.num_experts, config.num_all)]
         both = (weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)
@@ -202,7 +202,7 @@ def _multiplied(x: Tensor, linear: Linear) -> Tensor:
 
 
 def front_of(norm_rows: Callable[[Tensor, Any], Tensor], product: Product, config: ExpertsConfig) -> Front:
-    """Return a factory of norm and router that uses a model's operations. norm_rows: computes a norm. product: computes the
+    """Return a factory for norms and routers that uses a model's operations. norm_rows: computes a norm. product: computes the
     router.
     """
 

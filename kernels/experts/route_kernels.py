@@ -21,7 +21,7 @@ from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Gr
 from headway.kernels.step.operations import Norm
 
 _LEAST = tl.constexpr(-1.0e30)
-"""Score of an expert whose score is NaN: below every score, above excluded experts."""
+"""Score used instead of NaN: below every other score, but above those of excluded experts."""
 _TAKEN = tl.constexpr(-(2**63))
 """Key of an expert that is already selected: below every other key."""
 _TINY = tl.constexpr(1e-20)  # TINY of plain.py
@@ -33,9 +33,9 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
            SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
            TOP_GROUPS: tl.constexpr, GROUP_SCORE: tl.constexpr, CORRECTION: tl.constexpr,
            SHARED_GATE: tl.constexpr):  # fmt: skip
-    """Fill the slots of tokens [T], of which `live` exist, from their logits. Ties go to the lower expert.
+    """Fill the slots of tokens [T] from their logits. Ties go to the lower expert id. `live` marks the tokens that exist.
 
-    Returns [T, BLOCK_E]: which experts were selected.
+    Returns [T, BLOCK_E]: True for the selected experts.
     """
     e = tl.arange(0, BLOCK_E)[None, :]
     routed = e < NUM_EXPERTS
@@ -234,7 +234,7 @@ def route_tiles(
 ):
     """Route many tokens: a program computes BLOCK_L logits of BLOCK_T tokens (GEMM); a tile's last program selects their experts.
 
-    There, the norm is a factor of the sums. Programs beyond LOGIT_TILES write the normed rows for the experts, BLOCK_R rows each.
+    The norm's factor multiplies the sums. Programs beyond LOGIT_TILES write the normed rows for the experts, BLOCK_R rows each.
     Grid (LOGIT_TILES + BLOCK_T / BLOCK_R, cdiv(num_tokens, BLOCK_T)).
     """
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
@@ -298,7 +298,7 @@ def order_pairs(
     BLOCK_C: tl.constexpr,  # tiles whose counts are read at a time
     PDL: tl.constexpr,
 ):
-    """Sort many pairs (token, slot) by expert; stable. Grid (cdiv(num_tokens, BLOCK_T)).
+    """Sort many pairs (token, slot) by expert, with a stable sort. Grid (cdiv(num_tokens, BLOCK_T)).
 
     Each program sums the counts of all tiles by itself, which is faster than another launch.
     """
@@ -346,10 +346,10 @@ def order_few_pairs(
     BLOCK_N: tl.constexpr,  # pairs that are read at a time
     PDL: tl.constexpr,
 ):
-    """Sort few pairs like `order_pairs`. Grid (cdiv(num_pairs, BLOCK_P) + cdiv(NUM_ALL, BLOCK_P)).
+    """Sort few pairs by expert, like `order_pairs`. Grid (cdiv(num_pairs, BLOCK_P) + cdiv(NUM_ALL, BLOCK_P)).
 
-    A pair's position is the number of pairs before it, so each program compares its own pairs with all. No program waits for
-    another, and no load depends on another.
+    A pair's position is the number of pairs before it, so each program compares its own pairs with all pairs. No program waits
+    for another, and no load depends on the result of another load.
     """
     num_blocks = (num_pairs + BLOCK_P - 1) // BLOCK_P
     at = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -371,19 +371,19 @@ def order_few_pairs(
 
 
 DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""Type of the operands of tl.dot, by the tensors' type."""
+"""Operand type of tl.dot for each tensor type."""
 _ROW_LOGITS = 4
 """Logits per program of route_rows: few, so that many programs read the router."""
 _FEW = 64
-"""Maximum number of tokens for route_rows: reading the router once per token is faster than selecting for tiles of tokens."""
+"""Maximum number of tokens for route_rows. Up to it, reading the router once per token is faster than routing tiles of tokens."""
 _ORDERED = 16
-"""Pairs, or experts, per program of order_few_pairs."""
+"""Number of pairs or experts per program of order_few_pairs."""
 _SCORES = 16384
-"""Maximum number of scores (tokens times experts) from which one program selects."""
+"""Maximum number of scores (tokens times experts) that one program selects from."""
 _NORMED = 8192
-"""Elements of the rows per program that norms, held in registers."""
+"""Number of elements that a program of the norm holds in registers."""
 _COUNTERS = 8192
-"""Maximum number of token tiles per step."""
+"""Maximum number of token tiles per step, each with a counter."""
 
 
 def dot_type(dtype: torch.dtype) -> Any:
@@ -449,7 +449,7 @@ class Router:
         self._launchers[key](grid, **arguments)
 
     def _tile(self, num_tokens: int) -> tuple[int, int]:
-        """Return the tokens and logits per program: small tiles, until enough programs keep the GPU busy.
+        """Return the numbers of tokens and logits per program: small tiles until there are enough programs to keep the GPU busy.
 
         A tile's last program holds the scores of all its tokens. Above _SCORES scores, Triton takes minutes to compile.
         """

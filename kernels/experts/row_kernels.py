@@ -1,5 +1,5 @@
-"""Triton GEMV kernels for experts of few tokens: each pair of token and expert separately, its weights streamed through
-registers.
+"""Triton GEMV kernels for experts of few tokens. Each pair of token and expert is computed separately; its weights are streamed
+through registers.
 
 A decode step takes the time of reading the selected experts' weights. Nothing is sorted: two tokens that selected the same expert
 read it twice, the second time mostly from the L2 cache. There is no split-K across programs, so every run gives the same bits.
@@ -104,8 +104,8 @@ def down_rows(
 ):
     """y += the weighted sum of W_e x + bias over a token's slots (GEMV). Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
 
-    The experts were selected two kernels earlier, and the kernel between waited for that before it let this one start. So the
-    weights of the experts can be loaded before x is there.
+    The experts were selected two kernels earlier, and the kernel in between waited for the selection before it let this one
+    start. So the experts' weights can be loaded before x is available.
     """
     CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     pair = tl.program_id(0) * SLOTS
@@ -142,7 +142,7 @@ def down_rows(
 
 @triton.jit
 def activated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return gate * sigmoid(ALPHA gate) * up; if LIMIT is not 0, clamped and with up + 1 (see ExpertsConfig)."""
+    """Return gate * sigmoid(ALPHA gate) * up; with a LIMIT, gate and up are clamped and 1 is added to up (see ExpertsConfig)."""
     if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike minimum, this keeps a NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
@@ -263,7 +263,7 @@ def down_quantized_rows(
     """y += the weighted sum of W_e x + bias over a token's slots (GEMV with dequantize). Grid (num_tokens, cdiv(HIDDEN,
     BLOCK_N)).
 
-    Weights are loaded before x is there, see down_rows.
+    Weights are loaded before x is available; see down_rows.
     """
     CHUNKS: tl.constexpr = (ROW // SPAN + BLOCK_G - 1) // BLOCK_G
     pair = tl.program_id(0) * SLOTS
@@ -299,9 +299,7 @@ def down_quantized_rows(
 @triton.jit
 def _slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, N: tl.constexpr, ROW: tl.constexpr, SPAN: tl.constexpr,
             SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Load chunk c of rows first + n: bytes [BLOCK_N, BLOCK_G, SPAN], read once, and their scales and zeros [BLOCK_N,
-    BLOCK_G].
-    """
+    """Load chunk c of rows first + n: bytes [BLOCK_N, BLOCK_G, SPAN], read once, and scales and zeros [BLOCK_N, BLOCK_G]."""
     u = c * g.shape[0] + g
     inside = (n < N)[:, None] & (u < ROW // SPAN)[None, :]
     at = n[:, None, None] * ROW + (u[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, :, :]
@@ -316,7 +314,7 @@ def _slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, N: tl.constexpr, 
 
 @triton.jit
 def _inputs(x_row, g, c, ROW: tl.constexpr, SPAN: tl.constexpr, HALF: tl.constexpr):
-    """Load float32 x [BLOCK_G, SPAN] for the low, and for the high values of a chunk's bytes."""
+    """Load x, float32 [BLOCK_G, SPAN] each, for the low and for the high values of a chunk's bytes."""
     u = c * g.shape[0] + g
     inside = (u < ROW // SPAN)[:, None]
     column = u[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
@@ -332,7 +330,7 @@ def _inputs(x_row, g, c, ROW: tl.constexpr, SPAN: tl.constexpr, HALF: tl.constex
 @triton.jit
 def _products(slices, low, high, WEIGHT: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr, DOT: tl.constexpr,
               ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Return the scaled sum of weights times x for each slice, [BLOCK_N, BLOCK_G]."""
+    """Return [BLOCK_N, BLOCK_G]: for each slice, the scaled sum of its weights times x."""
     codes = slices[0]
     if WEIGHT == "mxfp4":  # exponents; the smallest one needs a subnormal
         wide = slices[1].to(tl.int32)
@@ -381,7 +379,7 @@ class TritonExperts(RoutedKernel):
         self._launchers = Launchers(spec.device)
 
     def _launch(self, launch: FixedLauncher, grid: Grid, product: Product, others: Mapping[str, Tensor | float]) -> None:
-        """Launch the kernel of a GEMM. others: arguments after those that every kernel has."""
+        """Launch the kernel of a GEMM. others: arguments after those that all kernels have."""
         x, weight, bias = product
         names = ("weight_ptr",) if isinstance(weight, Tensor) else ("weight_ptr", "scales_ptr", "zeros_ptr")
         read = dict(zip(names, (weight,) if isinstance(weight, Tensor) else tensors_of(weight), strict=True))
@@ -393,9 +391,7 @@ class TritonExperts(RoutedKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """Return whether the kernels support the layer: groups of quantized weights fill a row, and x can represent the
-        scales.
-        """
+        """Return whether the kernels support the layer: groups of quantized weights fill a row, and x's type fits the scales."""
         support = super().supports(spec)
         for weight in examples_of(spec):
             if weight is not None and (weight_bytes(weight) is None or not reads_form(weight, spec.dtype)):
@@ -431,11 +427,11 @@ def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
 
 
 _SPAN = 16
-"""Bytes per slice: one load of a thread."""
+"""Bytes per slice, which a thread loads at once."""
 
 
 def slices_of_a_chunk(row: int) -> int:
-    """Return the slices that a warp reads side by side: as many as possible without leaving a row's last chunk mostly empty."""
+    """Return the number of slices that a warp reads side by side: the largest whose last chunk of a row is not mostly empty."""
     slices = row // _SPAN
     padded = {count: triton.cdiv(slices, count) * count for count in (32, 16, 8)}
     return next((count for count in padded if padded[count] <= 1.1 * slices), min(padded, key=padded.__getitem__))
@@ -443,13 +439,13 @@ def slices_of_a_chunk(row: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """Split of a GEMV over one token into small programs, many of which keep the memory busy."""
+    """Split of a GEMV over one token into many small programs, which keep the memory busy."""
 
     rows: int
-    """Rows of the weight per program: of gate and up each for one pair, or of the down projection for all experts of a token."""
+    """Weight rows per program: of gate and of up for one pair, or of the down projection for all experts of a token."""
     warps: int
     depth: int
-    """Chunks that are loaded ahead."""
+    """Number of chunks that are loaded ahead."""
     chunk: int = 0
     """Columns per load. Over quantized weights, a warp reads slices of a row side by side, one row after the other."""
 
@@ -461,21 +457,21 @@ _UNEVEN = RowSplit(8, 8, 24, 128)
 _QUANTIZED_SPLITS = {1: (RowSplit(2, 1, 2), RowSplit(1, 1, 8)), 4: (RowSplit(4, 4, 4), RowSplit(4, 4, 12))}
 """Warps per program -> splits of the gate/up and the down projection.
 
-With one warp, threads exchange x by shuffles. More warps wait for each other, and have fewer registers to fill each.
+With one warp, threads exchange x by shuffles. More warps wait for each other, and each warp has fewer registers to fill.
 """
 MAX_ROWS = 16
-"""Approximate maximum number of tokens to compute one by one. Above it, too many experts would be read twice."""
+"""Approximate maximum number of tokens to compute one by one. With more, too many experts would be read twice."""
 
 
 class RowKernel(TritonExperts):
-    """GEMV kernels that compute each token separately: three launches per layer. Any dtype; fast for one or a few tokens."""
+    """GEMV kernels that compute each token separately, for any dtype: three launches per layer. Fast for one or a few tokens."""
 
     capabilities = replace(TritonExperts.capabilities, ungated=False)
     sorts = False
     warps: ClassVar[int]
     """Warps per program over quantized weights."""
     plain_splits: ClassVar[tuple[RowSplit, RowSplit] | None] = None
-    """Splits over dense weights. None means the default for an expert's width."""
+    """Splits over dense weights. None means the default split for the expert's width."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)

@@ -1,8 +1,8 @@
 """Triton kernels for experts of many tokens: grouped_gemm over pairs sorted by expert, and the sum over a token's slots.
 
-A program computes a tile of one expert's rows. Only the device knows the number of rows of an expert, so the grid has the maximum
-number of tiles. Each program finds its tile from the ends of the experts' rows; programs beyond the last tile do nothing.
-Quantized values are unpacked in registers and are the left operand (W x^T), so a weight's scales apply to rows of the sums.
+A program computes a tile of one expert's rows. Only the device knows the number of rows of each expert, so the grid has the
+maximum number of tiles. Each program finds its tile from the ends of the experts' rows; programs beyond the last tile do nothing.
+Quantized values are unpacked in registers and are the left operand (W x^T), so the weight's scales multiply rows of the sums.
 """
 
 import triton
@@ -90,8 +90,8 @@ def grouped_product(
 def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr,
               SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, WHOLE: tl.constexpr,
               BLOCK_S: tl.constexpr):  # fmt: skip
-    """Return a program's tile: its expert, its block of outputs, its rows [BLOCK_M] in x's order, which rows exist, and whether
-    there is anything to do.
+    """Return a program's tile: expert, block of outputs, rows [BLOCK_M] in x's order, True for each row that exists, and True if
+    there is work to do.
     """
     if WHOLE:
         expert = tl.program_id(0) // NUM_N
@@ -119,7 +119,7 @@ def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.
 
 @triton.jit
 def input_rows(pairs_ptr, row, live, SLOTS: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr):
-    """Return the rows of x [BLOCK_M] for rows of y."""
+    """Return the indices [BLOCK_M] of the rows of x for rows of y."""
     if GATHER and WHOLE:
         x_row = tl.where(live, row // SLOTS, 0)
     elif GATHER:
@@ -156,7 +156,7 @@ def store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N: tl.constexpr,
 
 @triton.jit
 def _pairs_of(expert, experts_ptr, num_tokens, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Return the pair of each token with an expert, [BLOCK_M]; -1 if the token did not select it."""
+    """Return [BLOCK_M]: the pair of each token with an expert, or -1 if the token did not select the expert."""
     token = tl.arange(0, BLOCK_M)[:, None]
     slot = tl.arange(0, BLOCK_S)[None, :]
     pair = token * SLOTS + slot
@@ -208,7 +208,7 @@ def activate_rows(
 
 @triton.jit
 def _expert_of(row, ends_ptr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the expert of a row in sorted order."""
+    """Return the expert of a row of the sorted pairs."""
     e = tl.arange(0, BLOCK_E)
     return tl.sum((tl.load(ends_ptr + e, mask=e < NUM_ALL, other=2147483647) <= row).to(tl.int32), 0)
 
@@ -223,7 +223,7 @@ def gather_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy every pair's token, sorted by expert. Grid (rows, cdiv(HIDDEN, BLOCK))."""
+    """Copy the row of every pair's token, in the order sorted by expert. Grid (rows, cdiv(HIDDEN, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:

@@ -39,8 +39,8 @@ from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
 
 
 def span_of_a_tile(form: WeightBytes, columns: int) -> int:
-    """Return the bytes of a row that tiles with this many columns multiply per iteration: under one scale, or covering whole
-    groups.
+    """Return the number of bytes of a row that tiles with this many columns multiply per iteration: bytes with one scale, or
+    whole groups.
     """
     num_bytes = columns // 2 if form.half else columns
     if form.half and num_bytes % form.scale_span == 0:
@@ -73,9 +73,9 @@ class TileKernel(SortingKernel):
     """Grouped GEMM in Triton over pairs sorted by expert: five launches per layer, four without sorting."""
 
     plain: ClassVar[ExpertTiling | None] = None
-    """Tiling over dense weights. None means that the kernel does not support them."""
+    """Tiling over dense weights. None means that the kernel does not support dense weights."""
     quantized: ClassVar[ExpertTiling | None] = None
-    """Tiling of layers with a quantized weight. None means that the kernel does not support them."""
+    """Tiling for layers with a quantized weight. None means that the kernel does not support quantized weights."""
     always: ClassVar[bool] = False
     """True if the kernel runs any number of tokens, not only numbers that suit its tiles."""
 
@@ -101,8 +101,8 @@ class TileKernel(SortingKernel):
         return support
 
     def runs(self, num_tokens: int) -> bool:
-        """Return whether the tiles suit this number of tokens. Tall tiles need several pairs per expert; short ones are slow for
-        very many.
+        """Return whether the tiles suit this number of tokens. Tall tiles need several pairs per expert; short tiles are slow for
+        very many pairs.
         """
         pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
         if self._tiling.whole:
@@ -183,7 +183,7 @@ def invariant_kernels() -> list[type[ExpertsKernel]]:
 
 
 def tiled(plain: ExpertTiling | None, quantized: ExpertTiling | None, always: bool = False) -> type[TileKernel]:
-    """Return a kernel class with these tiles; see the fields of TileKernel. Tilings of one name differ only in warps and
+    """Return a kernel class with these tiles; see the fields of TileKernel. With one name, tilings differ only in warps and
     stages.
     """
     tiling = plain or quantized
@@ -207,9 +207,7 @@ class GroupedMM(SortingKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """Return whether torch supports the layer: rows must start at multiples of 16 bytes, as those of hidden sizes always
-        do.
-        """
+        """Return whether torch supports the layer: rows must start at multiples of 16 bytes, as rows of hidden_size always do."""
         support, inner = super().supports(spec), spec.config.intermediate_size
         return support & (Support.no("experts' inner size", "a multiple of 8", inner) if inner % 8 else YES)
 
@@ -227,7 +225,7 @@ class GroupedMM(SortingKernel):
         self._add_slots(parts, weights.down_bias, routed, order.places, out)
 
     def _activate(self, both: Tensor, order: ExpertOrder, bias: Tensor | None) -> Tensor:
-        """Activate the first GEMM's output. Without a gate, by torch's operations in two launches."""
+        """Activate the first GEMM's output. Without a gate, this takes two launches of torch operations."""
         config, num_pairs, inner = self._config, len(both), self._config.intermediate_size
         if not config.gated:
             return both.relu_().square_()
@@ -240,27 +238,28 @@ class GroupedMM(SortingKernel):
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return x [num_pairs, K] times weight [num_all, N, K], each row with its expert's weight."""
+    """Return x [num_pairs, K] times weight [num_all, N, K]: each row is multiplied by its expert's weight."""
     if AHEAD.get() is not None:  # `ends` is not filled yet, and the library traps on arbitrary values
         return x.new_empty((len(x), weight.shape[1]))
     return torch._grouped_mm(x, weight.mT, offs=ends)
 
 
 _LEAST_PAIRS = 16
-"""Minimum average number of pairs per expert: with fewer, dequantizing takes longer than all the rest."""
+"""Minimum average number of pairs per expert. With fewer, dequantizing takes longer than the rest of the layer."""
 
 
 class DequantizingKernel(RoutedKernel):
-    """Two launches that dequantize all experts' weights to half precision, followed by a kernel over dense weights.
+    """Kernel that dequantizes all experts' weights to half precision in two launches, and then runs a kernel over dense weights.
 
-    Their memory is allocated by torch during the layer, so all layers reuse it. The engine's trial step counts it as activations.
+    torch allocates the memory of the dequantized weights during the layer, so all layers reuse it. The engine's trial step counts
+    it as activations.
     """
 
     capabilities = ExpertsCapabilities(
         formats=QUANTIZED_FORMATS | {"plain"}, devices=GPUS, biases=True, ungated=True, clamped=True
     )
     inner: ClassVar[type[RoutedKernel]]
-    """Kernel over dense weights."""
+    """Class of the kernel over dense weights."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)

@@ -1,4 +1,4 @@
-"""Axes of a checkpoint's tensors, and the shard of each axis that one rank holds."""
+"""Axes of a checkpoint's tensors, and the shard of each axis on one rank."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a tensor in a checkpoint, and the ranges of it that a rank holds (its shard), one after the other.
+    """An axis of a tensor in a checkpoint, and the ranges of the axis that a rank holds (its shard), one after another.
 
-    Axes may count any unit, and are multiplied and added like the tensor is laid out. For axes of heads, `(heads + kv_heads +
-    kv_heads) * head_dim` is the axis of a merged qkv weight's rows, with the rank's shard of it.
+    Axes may count any unit. They are multiplied and added in the way in which the tensor is laid out. For axes of heads, `(heads
+    + kv_heads + kv_heads) * head_dim` is the axis of a merged qkv weight's rows, with the rank's shard of it.
     """
 
     whole: int
     """Number of elements in the checkpoint."""
     held: tuple[range, ...]
-    """Disjoint ranges in the order in which the rank holds them. Empty means that nothing is held."""
+    """Disjoint ranges in the order in which the rank holds them. Empty means that the rank holds nothing."""
 
     @classmethod
     def all(cls, size: int) -> Axis:
-        """Return an axis of which every rank holds everything."""
+        """Return an axis that every rank holds completely."""
         return cls(size, (range(size),))
 
     @classmethod
     def of(cls, size: int | Axis) -> Axis:
-        """Return an axis; an int becomes an axis that is held completely."""
+        """Return an axis unchanged, or for an int, an axis of this size that every rank holds completely."""
         return size if isinstance(size, Axis) else cls.all(size)
 
     @property
@@ -42,12 +42,12 @@ class Axis:
 
     @property
     def is_whole(self) -> bool:
-        """True if the rank holds everything, in the checkpoint's order."""
+        """True if the rank holds the complete axis, in the checkpoint's order."""
         return self.held == (range(self.whole),)
 
     @property
     def none(self) -> Axis:
-        """Axis of this size of which nothing is held."""
+        """Axis of the same size of which the rank holds nothing."""
         return Axis(self.whole, ())
 
     def __mul__(self, elements: int) -> Axis:
@@ -60,8 +60,8 @@ class Axis:
         return Axis(self.whole + other.whole, _merged([*self.held, *moved]))
 
     def rounded(self, size: int) -> Axis:
-        """Widen the held ranges, which must be in increasing order, to complete units of `size` elements. The last unit may be
-        shorter.
+        """Widen the held ranges, which must be in increasing order, to complete units of `size` elements. The last unit of the
+        axis may be shorter.
         """
         wide = [range(each.start // size * size, min(-(-each.stop // size) * size, self.whole)) for each in self.held]
         apart = [range(max(each.start, before.stop), each.stop) for before, each in zip([range(0), *wide], wide, strict=False)]
@@ -84,31 +84,31 @@ class Axis:
         return Axis(size, tuple(each for each in inside if each))
 
     def pick(self, items: Sequence[Item]) -> list[Item]:
-        """Return the held items of a sequence that is as long as the axis."""
+        """Return the items of a sequence, as long as the axis, that the rank holds."""
         return [items[index] for each in self.held for index in each]
 
 
 Shape = Sequence[int | Axis]
-"""Axes of a tensor. An int is an axis that is held completely."""
+"""Axes of a tensor. An int is the size of an axis that every rank holds completely."""
 
 
 def axes_of(shape: Shape) -> tuple[Axis, ...]:
-    """Return the axes of a shape."""
+    """Return the axes of a shape, in which ints are replaced by axes that every rank holds completely."""
     return tuple(map(Axis.of, shape))
 
 
 def held_sizes(shape: Shape) -> tuple[int, ...]:
-    """Return the sizes of the rank's shard."""
+    """Return the shape of the rank's shard."""
     return tuple(axis.size for axis in axes_of(shape))
 
 
 def whole_sizes(shape: Shape) -> tuple[int, ...]:
-    """Return the sizes in the checkpoint."""
+    """Return the shape of the tensor in the checkpoint."""
     return tuple(axis.whole for axis in axes_of(shape))
 
 
 def shard_of(tensor: Tensor, shape: Shape) -> Tensor:
-    """Return the rank's shard of a complete tensor: a copy, or the tensor itself if the rank holds everything."""
+    """Return the rank's shard of a complete tensor: a copy, or the tensor itself if the rank holds all of it."""
     for place, axis in enumerate(axes_of(shape)):
         if not axis.is_whole:
             parts = [tensor.narrow(place, each.start, len(each)) for each in axis.held]
@@ -117,7 +117,7 @@ def shard_of(tensor: Tensor, shape: Shape) -> Tensor:
 
 
 def _merged(ranges: list[range]) -> tuple[range, ...]:
-    """Merge adjacent ranges."""
+    """Return the ranges, with adjacent ones merged."""
     merged: list[range] = []
     for each in ranges:
         if merged and merged[-1].stop == each.start:
@@ -129,7 +129,7 @@ def _merged(ranges: list[range]) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """One rank's share of anything that is divided among ranks."""
+    """Division of units among ranks, from one rank's point of view."""
 
     rank: int
     size: int

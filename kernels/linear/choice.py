@@ -1,4 +1,4 @@
-"""Choice of the kernel for a linear layer: the requested kernel, the fastest measured kernel, or a rule's."""
+"""Choice of the kernel for a linear layer: the requested kernel, the fastest measured kernel, or one selected by a rule."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from headway.core.select.costs import AxisTimes, CountAxis
 
 log = logging.getLogger("headway")
 Layer = Any
-"""A `Linear`. Its module imports this one, so the type cannot be named here."""
+"""A `Linear`. The module of `Linear` imports this one, so this module cannot name the type."""
 
 ROW_COUNTS = tuple(2**n for n in range(14))
-"""Measured numbers of rows. Any other number uses the choice of the next larger one, which has the same tiles."""
+"""Numbers of rows to measure. Any other number uses the choice for the next larger one, which has the same tiles."""
 ROWS = CountAxis("rows", ROW_COUNTS)
 NUM_BUCKETS: Final = 32
 """Number of row buckets that a layer is bound for: up to 1, 2, 4, ... rows."""
 FEW, SHARED = "few_rows", "shared_rows"
 """GEMV (up to 16 rows) and split-K GEMM (up to 512 rows) over quantized weights in CUDA C++."""
 FLOAT8 = "w8a8"
-"""GEMM of FP8 by FP8 for up to 256 rows, which are rounded to FP8."""
+"""GEMM of FP8 x by FP8 weights for up to 256 rows, which are rounded to FP8."""
 KERNEL, SCALED, DEQUANTIZED = "kernel", "scaled_mm", "dequantize"
 """Triton GEMM over quantized weights; `torch._scaled_mm`, with x rounded to FP8; cuBLAS after dequantizing in every call."""
 GEMV, TILES, TORCH = "gemv", "tiles", "torch"
@@ -45,7 +45,7 @@ NATIVE, INT4PACK, ONEDNN, EXPANDED = "native", "int4pack", "onednn", "expanded"
 
 
 def _info(name: str, summary: str, place: str, extra: str = "", devices: tuple[str, ...] = ("cuda",)) -> LinearKernelInfo:
-    """Return a registration. place: the class's module below headway.kernels.linear, a colon, and its name."""
+    """Return a registration. place: the class's module below headway.kernels.linear, a colon, and the name of the class."""
     load = partial(resolve_name, f"headway.kernels.linear.{place}")
     return LinearKernelInfo(name, summary, load, extra, devices=devices, api_version=API_VERSION)
 
@@ -68,13 +68,13 @@ BUILTIN: Final = (
     _info(TORCH, "torch.mm over a plain weight", "cpu_kernels:TorchMM", devices=()),
     _info(EXPANDED, "a weight that is dequantised once, on a CPU", "cpu_kernels:Expanded", devices=("cpu",)),
 )
-"""Registrations in order of preference without measurements. For quantized weights on a GPU, `rule` decides first."""
+"""Registrations, in order of preference without measurements. For quantized weights on a GPU, `rule` takes precedence."""
 
 ON_GPU: Final = tuple(each.name for each in BUILTIN if "cpu" not in each.devices)
 
 
 def rule(rows: int, able: Collection[str]) -> str:
-    """Select a kernel without measurements: a fused kernel while reading the weight dominates, else the fastest GEMM."""
+    """Select a kernel without measurements: a fused kernel while reading the weight dominates the time, else the fastest GEMM."""
     most = FEW_ROWS if SCALED in able else MORE_ROWS
     if FEW in able and rows <= LEAST_SHARED:
         return FEW
@@ -86,18 +86,18 @@ def rule(rows: int, able: Collection[str]) -> str:
 
 
 WORTH = 1.05
-"""Minimum speedup of a kernel that rounds x over one that does not."""
+"""Minimum speedup of a kernel that rounds x over a kernel that does not, for it to be selected."""
 LEAST_SHARED = 8
-"""Maximum rows for `few_rows`. On an H200, a 4-bit layer of an 8B model takes 55 us instead of 67 at 8 rows, 73 instead of 65 at
-16.
+"""Maximum rows for `few_rows`. On an H200, a 4-bit layer of an 8B model takes 55 us (67 with `shared_rows`) at 8 rows, and 73 us
+(65) at 16 rows.
 """
 FEW_ROWS = 32
-"""Maximum rows for the fused kernels if `torch._scaled_mm` is available. H200, FP8 28672 x 4096, 64 rows: 91 us, scaled_mm 63
-us.
+"""Maximum rows for the fused kernels if `torch._scaled_mm` is available. On an H200, FP8 28672 x 4096 at 64 rows takes 91 us, and
+63 us with scaled_mm.
 """
 MORE_ROWS = 256
-"""Maximum rows for the fused kernels if only `dequantize` is available. H200, 4-bit 28672 x 4096, 256 rows: 209 us, dequantize
-202 us.
+"""Maximum rows for the fused kernels if only `dequantize` is available. On an H200, 4-bit 28672 x 4096 at 256 rows takes 209 us,
+and 202 us with `dequantize`.
 """
 
 
@@ -116,10 +116,10 @@ class LinearChoice:
     ) -> None:
         """Prepare the choice.
 
-        name: format, shape and whatever else distinguishes choices. kernels: candidates by label, in order of preference
+        name: format, shape and other properties that distinguish choices. kernels: candidates by label, in order of preference
             without measurements. refused: reasons against the other kernels. third_party: names of third parties' kernels.
-            named: the kernel that the user requested, which is used wherever it can run. fixed: True if measured times are
-            ignored (deterministic mode).
+            named: the kernel that the user requested, which is used wherever it can run. fixed: True to ignore measured times
+            (deterministic mode).
         """
         self.name = name
         self.fixed = fixed
@@ -127,10 +127,10 @@ class LinearChoice:
         self.kernels = dict(kernels)
         self.refused = dict(refused or {})
         self.compute: Callable[[str, Tensor, Layer], Tensor] = self._compute_one
-        """Computes a layer for x [rows, in_features] by the named kernel.
+        """Function that computes a layer for x [rows, in_features] with the named kernel.
 
-        If gated and the device's operations fuse it: RMSNorm (weight 1, epsilon 1e-6), both GEMMs, and SiLU of the first times
-        the second.
+        If the layer is gated and the device's operations fuse this, it computes RMSNorm (weight 1, epsilon 1e-6), both GEMMs, and
+        SiLU of the first output times the second.
         """
         self._layers: WeakSet[Layer] = WeakSet()
         self.third_party = frozenset(third_party)
@@ -147,7 +147,7 @@ class LinearChoice:
         return sorted(self._layers, key=lambda layer: layer.number)
 
     def add(self, layer: Layer) -> None:
-        """Count a layer as one of this kind."""
+        """Add a layer to the layers of this kind."""
         self._layers.add(layer)
 
     @property
@@ -157,12 +157,12 @@ class LinearChoice:
 
     @property
     def is_open(self) -> bool:
-        """True if a third party's kernel is a candidate, so that the rule cannot know the fastest."""
+        """True if a third party's kernel is a candidate, so that the rule cannot know the fastest kernel."""
         return any(self.is_third_party(name) for name in self.kernels)
 
     @cached_property
     def is_invariant(self) -> bool:
-        """True if one third party's kernel runs any number of rows, in deterministic mode."""
+        """True in deterministic mode if one third-party kernel runs all numbers of rows."""
         serving = [*self.serving()]
         return self.fixed and len(serving) == 1 and self.is_third_party(serving[0])
 
@@ -172,11 +172,11 @@ class LinearChoice:
         return any(kernel.capabilities.fused for name, kernel in self.kernels.items() if self.is_third_party(name))
 
     def is_third_party(self, name: str) -> bool:
-        """Return whether a kernel is a third party's. name: name, optionally with the variant."""
+        """Return whether a kernel is a third party's. name: the kernel's name, optionally with its variant."""
         return name.partition(" ")[0] in self.third_party
 
     def is_named(self, name: str) -> bool:
-        """Return whether a kernel is the requested one. name: name, optionally with the variant."""
+        """Return whether a kernel is the requested one. name: the kernel's name, optionally with its variant."""
         return name.partition(" ")[0] == self._named
 
     def able(self, rows: int) -> list[str]:
@@ -202,7 +202,7 @@ class LinearChoice:
         return rule(1 << max(rows - 1, 0).bit_length(), own or able)
 
     def kernel_of(self, bucket: int) -> LinearKernel:
-        """Return the kernel for more than 2**(bucket - 1) and up to 2**bucket rows, selected at the first call."""
+        """Return the kernel for more than 2**(bucket - 1) and up to 2**bucket rows. The first call selects it."""
         found = self._chosen.get(bucket)
         if found is None:
             found = self._chosen[bucket] = self.kernels[self.kernel_for(1 << bucket)]
@@ -210,7 +210,7 @@ class LinearChoice:
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Let kernels inside raise their own errors, instead of replacing one that raises."""
+        """Return a context in which kernels raise their own errors. Outside it, a kernel that raises is replaced."""
         self.is_on_trial = True
         try:
             yield
@@ -218,7 +218,7 @@ class LinearChoice:
             self.is_on_trial = False
 
     def use_times(self, times: AxisTimes) -> None:
-        """Use measured times to select kernels from now on. Call this before any graph is captured."""
+        """Use measured times to select kernels from now on. Call this before any CUDA graph is captured."""
         self.times = times
         self._rebind()
 
@@ -229,7 +229,7 @@ class LinearChoice:
 
     @property
     def source(self) -> str:
-        """Origin of the choice, for messages: the user, measured times, or the rule."""
+        """Source of the choice, for messages: the user, measured times, or the rule."""
         if self.is_decided:
             return "asked for"
         return "rule, not measured" if self.times is None else self.times.source
@@ -239,22 +239,22 @@ class LinearChoice:
         return {self.kernel_for(rows): rows for rows in reversed(ROW_COUNTS)}
 
     def changes(self) -> dict[int, str]:
-        """Return the kernel from each number of rows at which the choice changes."""
+        """Return the name of the selected kernel, keyed by each number of rows at which the choice changes."""
         return ROWS.changes(self.kernel_for)
 
     def describe(self) -> str:
-        """Describe the kernel for each range of rows, and the origin of the choice."""
+        """Return a description of the kernel for each range of row counts, and the source of the choice."""
         return ROWS.describe(self.changes(), self.source)
 
     def _compute_one(self, name: str, x: Tensor, layer: Layer) -> Tensor:
-        """Compute a layer by one kernel, without fused operations."""
+        """Compute a layer with one kernel, without fused operations."""
         found: Tensor = layer.bound_to(self.kernels[name])(x)
         return found
 
     def replace_failed(self, name: str, error: Exception) -> LinearKernel | None:
-        """Remove a kernel that raised in a step, with a warning. Return it, or None if it was removed before.
+        """Remove a kernel that raised in a step, with a warning. Return the kernel, or None if it was already removed.
 
-        :raises BackendError: if the user requested it, or no other kernel can compute the layer.
+        :raises BackendError: if the user requested the kernel, or no other kernel can compute the layer.
         """
         why = f"{type(error).__name__}: {error}"
         if self.is_named(name) or len(self.kernels) == 1:
@@ -267,7 +267,7 @@ class LinearChoice:
 
 
 def spec_of(weight: Weight, dtype: torch.dtype, device: torch.device) -> LinearSpec:
-    """Return the spec of a layer with a weight, without fused operations. dtype: type of x."""
+    """Return the spec of a layer with this weight and no fused operations. dtype: type of x."""
     rows, columns = weight.shape
     return LinearSpec(columns, rows, dtype, device, WeightFormat.of(weight))
 
@@ -287,9 +287,9 @@ class LinearKernels:
     ) -> None:
         """Prepare the kernels.
 
-        names: names in the order of registration. load: imports a kernel's class. supports: returns whether a kernel supports
-            a layer. third_party: names of third parties' kernels. named: the requested kernel; None means auto. invariant: use
-            third parties' kernels only if they are batch-invariant (deterministic mode).
+        names: the kernels' names, in the order of registration. load: imports a kernel's class. supports: returns whether a
+        kernel supports a layer. third_party: names of third parties' kernels. named: the requested kernel; None means auto.
+        invariant: True to use third parties' kernels only if they are batch-invariant (deterministic mode).
         """
         self._invariant = invariant
         self.device = device
@@ -302,10 +302,10 @@ class LinearKernels:
         self._read: dict[LinearSpec, bool] = {}
         """Maps a kind of layer to True if a kernel reads its quantized weight."""
         self._unserved: dict[str, Support] = {}
-        """Kinds of layers that the requested kernel does not support, with the reason."""
+        """Kinds of layers that the requested kernel does not support, each with the reason."""
 
     def choice(self, spec: LinearSpec) -> LinearChoice:
-        """Return the choice for layers of a kind, made at the first call."""
+        """Return the choice for layers of a kind. It is made at the first call."""
         found = self._choices.get(spec)
         if found is None:
             kernels: dict[str, LinearKernel] = {}
@@ -338,7 +338,8 @@ class LinearKernels:
     def reads(self, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
         """Return whether a kernel reads a quantized weight directly, so that it is not dequantized at loading. dtype: type of x.
 
-        Kernels are asked once for each kind of weight. True for a weight without elements (torch's device `meta`).
+        Kernels' `supports` is called once for each kind of weight. Returns True for a weight without elements (torch's device
+        `meta`).
         """
         spec = spec_of(weight, dtype, self.device)
         found = self._read.get(spec)
@@ -354,7 +355,7 @@ class LinearKernels:
         return False
 
     def _note_named(self, spec: LinearSpec, refused: Mapping[str, Support]) -> None:
-        """Log once for each kind of layer why the requested kernel does not support it."""
+        """Log, once for each kind of layer, the reason why the requested kernel does not support it."""
         kind, why = str(spec), None if self.named is None else refused.get(self.named)
         if why is not None and kind not in self._unserved:
             self._unserved[kind] = why
@@ -363,8 +364,8 @@ class LinearKernels:
     def check_named(self, choices: Iterable[LinearChoice]) -> None:
         """Check that the requested kernel supports at least one layer.
 
-        choices: a model's choices to be measured; the choices made so far count too.
-        :raises ConfigError: if it supports none, with every reason.
+        choices: a model's choices to be measured, which are checked in addition to the choices made so far.
+        :raises ConfigError: if it does not support any layer, with every reason.
         """
         made = (*choices, *self._choices.values())
         if self.named is None or any(self.named not in choice.refused for choice in made):
@@ -376,7 +377,7 @@ class LinearKernels:
 
 
 def builtin_kernels(device: torch.device, names: Collection[str] | None = None) -> LinearKernels:
-    """Return Headway's own kernels for a device. names: restricts them; None means all that exist for the device."""
+    """Return Headway's own kernels for a device. names: names of the kernels to include. None means all for the device."""
     known = {each.name: each for each in BUILTIN}
     if names is None:
         names = [each.name for each in BUILTIN if device.type in (each.devices or (device.type,))]

@@ -31,9 +31,9 @@ from headway.kernels.runtime.native.library import (
 SMALL = 2**17
 """Maximum elements of a weight for which torch.mm was no slower than a packed weight when measured, at 1 to 256 rows."""
 _PACK_ROWS = 16
-"""Rows that oneDNN's packing is tuned for: a decode batch. Other row counts are correct too, and were no slower when measured."""
+"""Row count that oneDNN's packing is tuned for: a decode batch. Other row counts work too, and were no slower when measured."""
 _GROUPS = (32, 64, 128, 256)
-"""Group sizes in columns that torch's int4 GEMM supports."""
+"""Group sizes that torch's int4 GEMM supports, in columns."""
 
 
 def _large(spec: LinearSpec) -> Support:
@@ -77,9 +77,9 @@ class Native(FusedKernel):
 class Int4Pack(FusedKernel):
     """torch's GEMM of bfloat16 x over int4 weights in groups of 32, 64, 128 or 256.
 
-    Two to three times as fast as the dequantized weight at one row, and as fast at 16. In float32 it is 5 times slower. torch's
-    int8 GEMM is also 5 times slower in float32; in bfloat16 it is as fast at one row and 2 to 3 times slower at 16
-    (docs/notes/cpu.md).
+    It is two to three times as fast as a GEMM over the dequantized weight at one row, and as fast at 16 rows. In float32 it is 5
+    times slower. torch's int8 GEMM is also 5 times slower in float32; in bfloat16 it is as fast at one row and 2 to 3 times
+    slower at 16 rows (docs/notes/cpu.md).
     """
 
     name = INT4PACK
@@ -89,7 +89,7 @@ class Int4Pack(FusedKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether torch has the private operator, and it computes a small GEMM correctly."""
+        """Return whether torch has the private operator, and the operator computes a small GEMM correctly."""
         return YES if _works() else Support.no("torch", "_weight_int4pack_mm_for_cpu", torch.__version__)
 
     @classmethod
@@ -146,7 +146,7 @@ class OneDnn(FusedKernel):
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether the weight is large and the CPU multiplies its type fast."""
+        """Return whether the weight is large and the CPU multiplies its element type fast."""
         support = cls.capabilities.check(spec) & _large(spec)
         if support and not can_pack(spec.dtype):
             support = Support.no("dtype", "float32, or bfloat16 on a CPU with instructions for it", spec.dtype)
@@ -165,14 +165,14 @@ class OneDnn(FusedKernel):
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies packed weights of a type fast and correctly: float32, and bfloat16 if the CPU supports
-    it.
+    """Return whether oneDNN multiplies packed weights of a type fast and correctly: float32, and bfloat16 on CPUs that support
+    bfloat16.
     """
     return (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
 
 
 def _has_bfloat16() -> bool:
-    """Return whether the CPU has bfloat16 instructions: AVX-512's, which CPUs with AMX have too."""
+    """Return whether the CPU has the bfloat16 instructions of AVX-512. CPUs with AMX also have them."""
     has: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return has()
 
@@ -219,7 +219,7 @@ class TorchMM(FusedKernel):
 
 
 class Expanded(FusedKernel):
-    """A weight that is dequantized once, and then computed like a dense weight."""
+    """Kernel that dequantizes a weight once, and then multiplies it like a dense weight."""
 
     name = EXPANDED
     capabilities = LinearCapabilities(frozenset(FORMATS) - {"plain"}, devices=("cpu",), order=True, fused=frozenset({"bias"}))

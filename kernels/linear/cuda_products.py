@@ -1,7 +1,7 @@
 """CUDA C++ GEMM kernels over quantized weights for few rows: GEMV (few_rows.cu), split-K GEMM (shared_rows.cu), FP8 (w8a8.cu).
 
 This module repacks scales into the kernels' order and launches the kernels. They are not in Triton because Triton cannot express
-that a thread multiplies the very bytes that it copied, on which csrc/product.cuh is based.
+that a thread multiplies the same bytes that it copied. csrc/product.cuh is based on this.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
 
 POINTERS = Struct("=12Q")
-"""struct Pointers of product.cuh."""
+"""Layout of `struct Pointers` in product.cuh."""
 _ARRANGING = 256
-"""Threads of a block that permutes a row of x."""
+"""Threads of a thread block that permutes a row of x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ProductOperands:
     bias: Tensor | None
     y: Tensor
     rotation: tuple[Tensor | None, ...]
-    """cos, sin, the weights of q's and k's norm, and arrival counters, for the rotary embedding."""
+    """cos, sin, the weights of the norms of q and k, and arrival counters, for the rotary embedding (RoPE)."""
     head_eps: float
 
     def pointers(self, x: Tensor) -> bytes:
@@ -90,7 +90,7 @@ class ProductOperands:
 
 
 class FewRowsLauncher:
-    """Launcher of few_rows.cu (GEMV): one launch."""
+    """Launcher of few_rows.cu (GEMV), which needs one launch per GEMM."""
 
     def __init__(self, variant: CudaVariant, device: torch.device, multiprocessors: int) -> None:
         self._kernel: CompiledKernel = load(variant.source, variant.name, device, architecture(device))
@@ -113,7 +113,7 @@ class ClusterLauncher:
     """Launcher of a split-K kernel with thread block clusters, and of the kernel before it that converts x."""
 
     def __init__(self, variant: CudaVariant, device: torch.device, arranging: str, sharing: int = 1) -> None:
-        """Load both kernels. arranging: name of the kernel that converts x. sharing: its thread blocks per row."""
+        """Load both kernels. arranging: name of the kernel that converts x. sharing: that kernel's thread blocks per row."""
         specific, tiling = architecture(device, specific=True), variant.tiling
         self._kernel: CompiledKernel = load(variant.source, variant.name, device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
@@ -126,7 +126,7 @@ class ClusterLauncher:
         self._arrange_launch = cache(lambda rows: Launch((rows, sharing, 1), _ARRANGING, overlaps=True))
 
     def _padded(self, rows: int) -> int:
-        """Return the rows, padded for the thread blocks. Results of padding rows are never stored."""
+        """Return the number of rows, padded for the thread blocks. Results of padding rows are never stored."""
         return -(-rows // self._variant.most_rows) * self._variant.most_rows
 
     def _start_arranging(self, rows: int, arguments: Arguments) -> None:
@@ -138,7 +138,7 @@ class ClusterLauncher:
 
 
 class SharedRowsLauncher(ClusterLauncher):
-    """Launcher of shared_rows.cu (split-K GEMM). x is normed and permuted into the order in which it is copied."""
+    """Launcher of shared_rows.cu (split-K GEMM). x is first normed and permuted into the order in which the kernel copies it."""
 
     def __init__(self, variant: CudaVariant, device: torch.device) -> None:
         sharing = 1 if variant.norm is not None else -(-variant.in_features // (8 * _ARRANGING))  # a thread permutes 8 columns
@@ -159,7 +159,7 @@ class SharedRowsLauncher(ClusterLauncher):
 
 
 class Float8Launcher(ClusterLauncher):
-    """Launcher of w8a8.cu (FP8 GEMM). x is normed and rounded to FP8, with a scale per row or per group of columns."""
+    """Launcher of w8a8.cu (FP8 GEMM). x is first normed and rounded to FP8, with a scale per row or per group of columns."""
 
     def __init__(self, variant: Float8Variant, device: torch.device) -> None:
         super().__init__(variant, device, "round_rows")
@@ -182,7 +182,7 @@ class Float8Launcher(ClusterLauncher):
 
 
 _COPY = 16
-"""Bytes that a thread copies at a time."""
+"""Number of bytes that a thread copies at a time."""
 _NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
 """Largest MXFP4 exponent, and largest FP8 scale, that half precision can represent with the exponent correction of unpacking."""
 
@@ -195,32 +195,32 @@ class ArrangedWeight:
     codes: Tensor
     """uint8 [rows, bytes per row]: quantized values."""
     scales: Tensor
-    """float32 [N] or [N / rows, K / columns]; for groups [K / group_size, N]."""
+    """float32 [N] (per row), [N / rows, K / columns] (per block), or [K / group_size, N] (per group): scales."""
     zeros: Tensor | None = None
-    """uint8 [K / group_size, N]: zero points. None if there are none."""
+    """uint8 [K / group_size, N]: zero points. None if the weight has no zero points."""
     wide: bool = False
     """True if a scale is too large for the kernels' fast unpacking."""
 
 
 class Arrangements:
-    """Repacked weights for the CUDA kernels, each made once."""
+    """Cache of weights that are repacked for the CUDA kernels."""
 
     def __init__(self) -> None:
         self._arranged = cache(arranged)
 
     def __call__(self, weight: Tensor | QuantizedWeight) -> ArrangedWeight:
-        """Return the repacked weight, making it first if needed."""
+        """Return the repacked weight. The first call repacks it."""
         assert not isinstance(weight, Tensor)
         return self._arranged(weight)
 
     def num_bytes(self, weight: Tensor | QuantizedWeight) -> int:
-        """Return the bytes of the repacked scales and zeros."""
+        """Return the size of the repacked scales and zeros, in bytes."""
         made = self(weight)
         return made.scales.nbytes + (0 if made.zeros is None else made.zeros.nbytes)
 
 
 def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = None) -> Support:
-    """Return whether the CUDA kernels support a weight, on whatever GPU. dtype: type of x.
+    """Return whether the CUDA kernels support a weight, regardless of the GPU. dtype: type of x.
 
     rows: rows per expert, for weights of several experts (expert_rows.cu). None means one linear layer.
     """
@@ -248,7 +248,7 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
 
 
 def arranged(weight: QuantizedWeight) -> ArrangedWeight:
-    """Repack a weight for the CUDA kernels: values stay, and scales of adjacent rows become adjacent."""
+    """Repack a weight for the CUDA kernels: quantized values stay as they are, and scales of adjacent rows become adjacent."""
     described = weight_bytes(weight)
     assert described is not None
     if isinstance(weight, Float8Weight):
@@ -276,18 +276,18 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
 class CudaKernel(FusedKernel):
     """Base of the CUDA C++ GEMM kernels, compiled by NVRTC, for x in half precision over quantized weights.
 
-    Sums are float32. The tiling depends on the shape and on the number of rows, rounded up to 1 or a power of two from 8 on. A
-    row's result does not depend on the other rows. Not thread-safe.
+    Sums are float32. The tiling depends on the shape and on the number of rows, which is rounded up to 1 or to a power of two of
+    at least 8. A row's result does not depend on the other rows. Not thread-safe.
     """
 
     arrangement = "cuda"
     tilings: ClassVar[Mapping[str, CudaTilingRule]]
-    """Tiling rules by variant."""
+    """Name of each variant -> its tiling rule."""
     compiled: ClassVar[type[CudaVariant]] = CudaVariant
-    """Class that describes what a kernel is compiled for."""
+    """Class of the parameters that a kernel is compiled for."""
 
     def __init__(self, spec: LinearSpec, variant: str = "", tiling: CudaTilingRule | None = None) -> None:
-        """Prepare the kernel. cut: a tiling rule that replaces the variant's."""
+        """Prepare the kernel. tiling: a rule that replaces the variant's tiling rule."""
         super().__init__(spec, variant)
         rule, device = tiling or self.tilings[variant], spec.device
         self._device = device
@@ -304,7 +304,7 @@ class CudaKernel(FusedKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether there is a GPU, and NVRTC is found."""
+        """Return whether there is a GPU and NVRTC is installed."""
         return has_gpu() & find_compiler()[1]
 
     @classmethod
@@ -314,7 +314,7 @@ class CudaKernel(FusedKernel):
         return support & computes(spec.dtype, sample_of(spec)) if support else support
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Operand:
-        """Return the weight with repacked scales, which take a few percent of the weight."""
+        """Return the weight with repacked scales, which take a few percent of the weight's bytes."""
         assert isinstance(weight, QuantizedWeight)
         return Operand.of(weight, bias, arranged(weight))
 
@@ -374,7 +374,7 @@ class CudaKernel(FusedKernel):
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability. (0, 0) without a GPU, for which kernels can be compiled too."""
+    """Return the device's compute capability, or (0, 0) if the device is not a GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -386,7 +386,7 @@ def _on_hopper(found: tuple[int, int] | None) -> Support:
 
 
 class FewRowsKernel(CudaKernel):
-    """GEMV over quantized weights (few_rows)."""
+    """Kernel `few_rows`: GEMV over quantized weights."""
 
     name = FEW
     capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_FEW_ROWS, fused=frozenset(FUSED))
@@ -400,7 +400,7 @@ class FewRowsKernel(CudaKernel):
 
 
 class SharedRowsKernel(CudaKernel):
-    """Split-K GEMM over quantized weights, whose thread blocks form clusters (shared_rows)."""
+    """Kernel `shared_rows`: split-K GEMM over quantized weights, whose thread blocks form clusters."""
 
     name = SHARED
     capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_SHARED_ROWS, fused=frozenset(FUSED))
@@ -414,11 +414,11 @@ class SharedRowsKernel(CudaKernel):
 
 
 BLOCK = 128
-"""Rows and columns of the weight blocks in block FP8."""
+"""Number of rows, and of columns, per weight block in block FP8."""
 
 
 def float8_scales(spec: LinearSpec, whole: bool = True) -> Support:
-    """Return whether FP8 GEMMs support a weight's scales: per row, or per block. whole: require complete blocks."""
+    """Return whether FP8 GEMMs support a weight's scales: per row, or per block. whole: True to require complete blocks."""
     rows, columns, block = spec.out_features, spec.in_features, spec.weight.block
     support = YES
     if rows % 16 or columns % 16:
@@ -433,7 +433,7 @@ def float8_scales(spec: LinearSpec, whole: bool = True) -> Support:
 
 
 class W8A8Kernel(CudaKernel):
-    """FP8 GEMM whose input rows are rounded to FP8 (w8a8)."""
+    """Kernel `w8a8`: FP8 GEMM whose input rows are rounded to FP8."""
 
     name = FLOAT8
     capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, max_rows=MOST_FLOAT8_ROWS, fused=frozenset(FUSED))

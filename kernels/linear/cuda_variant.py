@@ -13,14 +13,14 @@ from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.step.config import Activation
 
 SLICE_BYTES = 64
-"""Bytes of a row that one warp multiplies per step."""
+"""Number of bytes of a weight row that one warp multiplies per step."""
 PART_ROWS = 16
-"""Rows of the weight per tensor-core instruction (m16)."""
+"""Weight rows per tensor-core instruction (m16)."""
 SHARED_BYTES = 112 * 1024
-"""Maximum shared memory of a thread block in bytes so that two fit on an SM."""
+"""Maximum shared memory of a thread block, in bytes, with which two thread blocks fit on an SM."""
 ALONE_BYTES = 114 * 1024
-"""Shared memory of a thread block in bytes that excludes a second one of the same launch, but not one with SHARED_BYTES of the
-next launch.
+"""Shared memory of a thread block, in bytes, with which the SM has no room for a second thread block of the launch, but still has
+room for a thread block of the next launch with SHARED_BYTES.
 """
 
 
@@ -33,13 +33,13 @@ class CudaTiling:
     warps: int
     stages: int
     splits: int = 0
-    """Thread blocks that split a sum over K in shared_rows.cu (split-K). 0 means few_rows.cu."""
+    """Number of thread blocks that split a sum over K in shared_rows.cu (split-K). 0 means that few_rows.cu is used."""
     per_multiprocessor: int = 1
     """Thread blocks of few_rows.cu per SM."""
     kept: bool = False
-    """True if few_rows.cu keeps x in shared memory for all tiles of a thread block."""
+    """True if few_rows.cu leaves x in shared memory for all tiles of a thread block."""
     alone: bool = False
-    """True if there are enough SMs for one thread block each: every thread block then takes ALONE_BYTES."""
+    """True if there are enough SMs for one thread block each: each thread block then allocates ALONE_BYTES."""
 
 
 CudaTilingRule = Callable[[WeightBytes, int, int, bool, int], CudaTiling]
@@ -47,7 +47,7 @@ CudaTilingRule = Callable[[WeightBytes, int, int, bool, int], CudaTiling]
 
 
 def few_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
-    """Return the tiling of a GEMV of up to 16 rows, whose warps split K. Small tiles balance the load of the SMs."""
+    """Return the tiling of a GEMV for up to 16 rows, whose warps split K. Small tiles balance the load of the SMs."""
     parts, most = out_features // PART_ROWS, most_rows_of(rows)
     kept = next(
         (tiling for tiling in _kept_tilings(weight, most, gated) if few_rows_bytes(weight, most, tiling) <= _MOST_BYTES), None
@@ -66,13 +66,13 @@ def few_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bo
 
 
 def _busiest(parts: int, tiles: int, multiprocessors: int) -> int:
-    """Return the groups of 16 rows on the busiest SM, for `parts` groups in tiles of `tiles`."""
+    """Return the number of 16-row groups on the busiest SM, for `parts` groups in tiles of `tiles` groups."""
     return -(-parts // tiles // multiprocessors) * tiles
 
 
 def _kept_tilings(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaTiling, ...]:
-    """Return tilings that keep x in shared memory, fastest first. H100, 28672 x 4096 in 4 bits, 16 rows: 29.0 us, ring 32.6
-    us.
+    """Return tilings that leave x in shared memory, fastest first. On an H100, 4-bit 28672 x 4096 at 16 rows takes 29.0 us, and
+    32.6 us with x in a ring.
     """
     if most == 1:
         return ()
@@ -83,12 +83,12 @@ def _kept_tilings(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaTili
 
 
 def few_rows_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
-    """Return the shared memory of few_rows.cu in bytes: header, warps, and sums of squares. scale_bytes: see warps_bytes."""
+    """Return the shared memory of few_rows.cu in bytes: its header, warps, and sums of squares. scale_bytes: see warps_bytes."""
     return _HEADER_BYTES + warps_bytes(weight, most_rows, tiling, scale_bytes) + tiling.warps * most_rows * 4
 
 
 def warps_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
-    """Return the shared memory of warp_step.cuh in bytes: rings, x if kept, and sums. scale_bytes: bytes per scale, at most 4."""
+    """Return the shared memory of warp_step.cuh in bytes: rings, x if it stays, sums. scale_bytes: per scale, at most 4."""
     rows, halves, groups = PART_ROWS * tiling.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
     if weight.scale_rows > 1:
         scales = -(-tiling.tiles * 4 // 16) * 16
@@ -103,7 +103,8 @@ def warps_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_b
 def fitted(tiling: CudaTiling, weight: WeightBytes, most_rows: int, room: int) -> CudaTiling:
     """Return a tiling of few_rows.cu that fits a thread block's shared memory, which is smaller on GPUs other than Hopper.
 
-    room: bytes. First x is not kept, then rings become shorter, then fewer warps split a sum.
+    room: shared memory of a thread block, in bytes. To fit, x does not stay in shared memory; then rings become shorter; then
+    fewer warps split a sum.
     """
     while few_rows_bytes(weight, most_rows, tiling) > room and (tiling.kept or tiling.stages > 2 or tiling.warps > 2):
         if tiling.kept:
@@ -141,7 +142,7 @@ def _shared_tiling(
 def _split(
     tiling: CudaTiling, rows: int, out_features: int, gated: bool, steps: int, most_blocks: int, multiprocessors: int
 ) -> CudaTiling:
-    """Add split-K; with the smallest tiles if the given ones would leave SMs idle."""
+    """Return the tiling with split-K added. It has the smallest tiles if those of `tiling` would leave SMs idle."""
     for tried in (tiling, replace(tiling, tiles=1, warps=4)):
         blocks = _blocks(tried, rows, out_features, gated)
         splits = _splits(blocks, steps, most_blocks, multiprocessors)
@@ -157,7 +158,7 @@ def _blocks(tiling: CudaTiling, rows: int, out_features: int, gated: bool) -> in
 
 
 def _splits(blocks: int, steps: int, most_blocks: int, multiprocessors: int) -> int:
-    """Return the number of splits: as many as run at once and have several steps each."""
+    """Return the number of splits: the largest with which all thread blocks run at once and have several steps each."""
 
     def fits(count: int) -> bool:
         rounds = 2 if blocks * count > multiprocessors else 1  # two thread blocks per SM
@@ -170,19 +171,19 @@ def _clusters(size: int, multiprocessors: int) -> int:
     """Return the maximum number of clusters that run at once with one thread block per SM.
 
     A cluster must fit into one GPC, whose (even) number of SMs differs between GPCs and chips. Clusters of 2 leave no SM idle; an
-    H100 runs 30 clusters of 4 or 15 of 8 (cuOccupancyMaxActiveClusters). More clusters wait until others end: 4096 x 14336 took
-    twice as long in 32 clusters of 4.
+    H100 runs 30 clusters of 4 or 15 of 8 (cuOccupancyMaxActiveClusters). Additional clusters wait until earlier ones end: a
+    weight of 4096 x 14336 took twice as long with 32 clusters of 4.
     """
     return multiprocessors // 2 if size == 2 else (multiprocessors - 2 * _GROUPS) // size
 
 
 def _with_room(tiling: CudaTiling, step: int, room: int) -> CudaTiling:
-    """Limit the stages of a tiling to the available shared memory. step: bytes per stage. room: bytes."""
+    """Limit the stages of a tiling to the available shared memory. step: bytes per stage. room: available bytes."""
     return replace(tiling, stages=max(2, min((room - 2048) // step, tiling.stages)))
 
 
 def two_fit(tiling: CudaTiling, most_rows: int) -> bool:
-    """Return whether two thread blocks of shared_rows.cu fit an SM's registers."""
+    """Return whether an SM has enough registers for two thread blocks of shared_rows.cu."""
     return tiling.warps <= 8 and tiling.tiles * most_rows <= _MANY
 
 
@@ -203,7 +204,8 @@ def _float8_tiling(
 ) -> CudaTiling:
     """Complete a tiling of w8a8.cu with stages and splits, like _shared_tiling.
 
-    A ring of sufficient depth leaves shared memory for a thread block of the next launch, which can then load its first weights.
+    If the ring is not deeper than needed, shared memory is left for a thread block of the next launch, which can then load its
+    first weights.
     """
     most, columns = max(most_rows_of(rows), 8), 2 * SLICE_BYTES
     tiling = _split(tiling, rows, out_features, gated, weight.row // columns, most_blocks, multiprocessors)
@@ -213,9 +215,10 @@ def _float8_tiling(
 
 
 def float8_two_fit(tiling: CudaTiling, most_rows: int, by_row: bool) -> bool:
-    """Return whether two thread blocks of w8a8.cu fit an SM's registers.
+    """Return whether an SM has enough registers for two thread blocks of w8a8.cu.
 
-    An SM has four partitions, among which the warps of both are distributed. by_row: rows of x and the weight have one scale.
+    An SM has four partitions, among which the warps of both thread blocks are distributed. by_row: True if each row of x and of
+    the weight has one scale.
     """
     sums = (1 if tiling.tiles * most_rows > 2 * _MANY else tiling.tiles) + tiling.tiles
     warps = -(-2 * (tiling.warps + 1) // 4)
@@ -227,23 +230,23 @@ _REGISTERS, _BESIDE_ROWS, _BESIDE_BLOCKS = 16 * 1024, 16, 32
 _FEW = 32
 """Maximum rows for which x, copied by every thread block, is at most a quarter of the bytes of 128 weight rows."""
 _DEEP = 5
-"""Ring stages that hide the memory latency: 16 KiB of the weight each; 4.8 TB/s need 44 KB in flight for 1.2 us."""
+"""Number of ring stages, of 16 KiB each, that hide the memory latency: 4.8 TB/s for 1.2 us need 44 KB in flight per SM."""
 _HEADER_BYTES = 128
-"""Bytes for barriers and a word before the rings of few_rows.cu."""
+"""Bytes of the barriers and one word before the rings of few_rows.cu."""
 _MOST_BYTES = 227 * 1024
 """Maximum shared memory of a thread block on compute capability 9.0, in bytes."""
 _GROUPS = 8
-"""GPCs, each of which may leave two SMs unused."""
+"""Number of GPCs. Each of them may leave two SMs unused."""
 _WORKING = 0.8
-"""Share of the SMs that saturates the memory bandwidth."""
+"""Fraction of the SMs that saturates the memory bandwidth."""
 _FULL = 0.9
-"""Minimum share of the SMs that must have work."""
+"""Minimum fraction of the SMs that must have work."""
 
 
 _MANY = 64
-"""Rows from which tensor cores dominate the time, and sums fill the registers."""
+"""Minimum number of rows at which tensor cores dominate the time and sums fill the registers."""
 MOST_COMPILED_ROWS = 128
-"""Maximum rows that a kernel of shared_rows.cu is compiled for. Several thread blocks share larger inputs."""
+"""Maximum number of rows that a kernel of shared_rows.cu is compiled for. Several thread blocks share larger inputs."""
 
 
 def most_rows_of(rows: int) -> int:
@@ -253,20 +256,20 @@ def most_rows_of(rows: int) -> int:
 
 CSRC = Path(__file__).parent / "csrc"
 MOST_FEW_ROWS, MOST_SHARED_ROWS, MOST_FLOAT8_ROWS = 16, 512, 256
-"""Maximum rows of few_rows.cu, shared_rows.cu and w8a8.cu."""
+"""Maximum number of rows for few_rows.cu, shared_rows.cu and w8a8.cu."""
 FLOAT8_COLUMNS = 128
-"""Columns per step of w8a8.cu, and per weight block with one scale."""
+"""Number of columns per step of w8a8.cu, and per weight block with one scale."""
 KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
 HALVES = {torch.bfloat16: 0, torch.float16: 1}
-"""Numbers of quantization formats, and of half-precision types, in the CUDA sources."""
+"""Integers by which the CUDA sources identify quantization formats and half-precision types."""
 _FULL_SUMS = 128
-"""Rows times tiles per warp above which sums of shared_rows.cu and w8a8.cu use registers of other warps (FULL)."""
+"""Product of rows and tiles per warp above which sums of shared_rows.cu and w8a8.cu use other warps' registers (FULL)."""
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class CudaVariant:
-    """Everything that few_rows.cu or, with splits, shared_rows.cu is compiled for."""
+    """Parameters that few_rows.cu or, with splits, shared_rows.cu is compiled for."""
 
     dtype: torch.dtype
     weight: WeightBytes
@@ -282,12 +285,12 @@ class CudaVariant:
     add: bool
     bias: bool
     heads: tuple[int, int, int] | None
-    """num_heads, num_kv_heads and head_dim to rotate (RoPE). None means that nothing is rotated."""
+    """num_heads, num_kv_heads and head_dim to rotate (RoPE). None means no RoPE."""
     head_norm: torch.dtype | None
 
     @property
     def constants(self) -> dict[str, str | int]:
-        """Macros of the CUDA sources."""
+        """Values of the macros in the CUDA sources."""
         weight, tiling = self.weight, self.tiling
         num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
         return {
@@ -346,12 +349,12 @@ class CudaVariant:
 
     @property
     def two_fit(self) -> bool:
-        """True if two thread blocks fit an SM's registers."""
+        """True if an SM has enough registers for two thread blocks."""
         return two_fit(self.tiling, self.most_rows) if self.tiling.splits else self.most_rows <= MOST_FEW_ROWS
 
     @property
     def threads(self) -> int:
-        """Threads per block: warps that multiply, and warps that copy; see the kernels' THREADS."""
+        """Threads per thread block: warps that multiply and warps that copy; see THREADS in the kernels."""
         if self.tiling.splits:
             copying = 4 if self.tiling.tiles * self.most_rows > _FULL_SUMS else 1  # four warps give their registers away
         else:
@@ -383,7 +386,7 @@ class CudaVariant:
 
 @dataclass(frozen=True, slots=True)
 class Float8Variant(CudaVariant):
-    """Everything that w8a8.cu is compiled for."""
+    """Parameters that w8a8.cu is compiled for."""
 
     @property
     def name(self) -> str:
@@ -392,12 +395,12 @@ class Float8Variant(CudaVariant):
 
     @property
     def groups(self) -> int:
-        """Scales per row of x."""
+        """Number of scales per row of x."""
         return 1 if self.by_row else self.in_features // FLOAT8_COLUMNS
 
     @property
     def two_fit(self) -> bool:
-        """True if two thread blocks fit an SM's registers."""
+        """True if an SM has enough registers for two thread blocks."""
         return float8_two_fit(self.tiling, self.most_rows, self.by_row)
 
     @property

@@ -21,7 +21,7 @@ from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPE
 _GROUP = 32
 _SUPER = 256
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Integers that the 4-bit values of IQ4_NL and IQ4_XS mean."""
+"""Integers that the 4-bit values of IQ4_NL and IQ4_XS stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class BlockType:
     num_bytes: int
     """Bytes per block."""
     decode: Callable[[Tensor], QuantizedValues]
-    """Decodes blocks uint8 [rows, blocks, num_bytes] to quantized values and scales."""
+    """Function that decodes blocks, uint8 [rows, blocks, num_bytes], to quantized values and scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class GgufWeight(QuantizedWeight):
     """Rows of .gguf blocks in the file's layout. Merged layers may have consecutive rows of several types."""
 
     types: tuple[str, ...]
-    """Names in BLOCK_TYPES, one for each run of rows."""
+    """Names of block types in BLOCK_TYPES, one for each run of rows."""
     blocks: tuple[Tensor, ...]
     """uint8 [rows, blocks, num_bytes], one tensor for each run of rows."""
 
@@ -62,7 +62,7 @@ class GgufWeight(QuantizedWeight):
 
     @property
     def spans(self) -> Mapping[str, int]:
-        """Return an empty mapping: blocks have no tensors with scales."""
+        """Return an empty mapping, because blocks contain their scales."""
         return {}
 
     @property
@@ -78,7 +78,7 @@ class GgufWeight(QuantizedWeight):
         return torch.cat([_expanded(coded).to(dtype) for coded in self.coded()])
 
     def rows(self, rows: range | Tensor) -> GgufWeight:
-        """Select rows. If the weight has several types, a tensor of indices makes each row a separate run."""
+        """Select rows. With several block types, a tensor of indices makes each row a separate run."""
         if not isinstance(rows, range):
             if len(self.types) == 1:
                 return GgufWeight(self.types, (self.blocks[0][rows],))
@@ -225,7 +225,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "IQ4_NL": BlockType(_GROUP, 18, _iq4_nl),
     "IQ4_XS": BlockType(_SUPER, 136, _iq4_xs),
 }
-"""Types that our C library multiplies. Tensors of other types are dequantized when the file is converted."""
+"""Block types that our C library multiplies, by name. Tensors of other types are dequantized when the file is converted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -238,11 +238,11 @@ class Operand:
     out_features: int
     in_features: int
     order: Tensor | None = None
-    """int32 [in_features]: input feature of each column. None means that column k is input k."""
+    """int32 [in_features]: input feature of each column. None means that column k belongs to input feature k."""
 
     @classmethod
     def of(cls, weight: Any, bias: Tensor | None, arranged: Any = None) -> Operand:
-        """Make the operand for a weight. arranged: the weight in the kernel's layout, if it has a special one."""
+        """Make the operand for a weight. arranged: the weight in the kernel's layout. None means that `weight` has it."""
         rows, columns = weight.shape
         return cls(weight if arranged is None else arranged, bias, rows, columns, getattr(weight, "order", None))
 
@@ -260,18 +260,18 @@ _LEAST_SPAN = 16
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Byte layout of a quantized weight for the kernels. Lengths are bytes of a row."""
+    """Byte layout of a quantized weight for the kernels. Lengths are in bytes of a row."""
 
     kind: str
     row: int
     half: int
-    """Bytes of half a group, for two values per byte. 0 means one value per byte."""
+    """Bytes of half a group, if bytes hold two values each. 0 means one value per byte."""
     scales: int
-    """Scales per row."""
+    """Number of scales per row."""
     scale_span: int
-    """Bytes per scale."""
+    """Bytes of a row that share a scale."""
     scale_rows: int
-    """Rows that share scales."""
+    """Number of rows that share scales."""
     zeros: bool
     span: int
     """Maximum bytes of a slice, which must share a scale."""

@@ -23,12 +23,12 @@ class FusedKernel(LinearKernel):
 
     graph_level = GraphLevel.ANY
     library: ClassVar[bool] = False
-    """True if an external library computes the kernel. The library may change between starts, so each start tries it."""
+    """True if an external library computes the kernel. The library may change between starts, so it is tested at each start."""
     copies: ClassVar[bool] = False
     """True if `prepare` copies the complete weight."""
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Any:
-        """Return the layer's weight and bias in the form that `compute` reads."""
+        """Return the layer's weight and bias in the layout that `compute` reads."""
         return Operand.of(weight, bias)
 
     compute: Callable[..., Tensor]

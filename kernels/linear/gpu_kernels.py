@@ -1,4 +1,4 @@
-"""GEMM kernels of linear layers on a GPU by torch: scaled_mm with x rounded to FP8, and cuBLAS after dequantizing the weight."""
+"""GPU GEMM kernels of linear layers by torch: scaled_mm with x rounded to FP8, and cuBLAS after dequantizing the weight."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from headway.kernels.step.operations import Norm
 
 
 class RowRounding:
-    """Launcher that norms rows and rounds them to FP8, in one launch."""
+    """Launcher of the kernel that norms rows and rounds them to FP8 in one launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers = Launchers(device)
 
     def __call__(self, x: Tensor, group: int, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Return x in FP8, padded to a multiple of four rows, and its scales (factors) [rows, columns / group]."""
+        """Return x in FP8, padded to a multiple of four rows, and the scales [rows, columns / group] that multiply it."""
         rows, columns = x.shape
         padded = -(-rows // 4) * 4
         y = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=self._device)
@@ -53,7 +53,7 @@ class Float8Operand:
         self.bias = bias
         self.blocks = weight.block == (BLOCK, BLOCK)
         self.scales = weight.scales.t() if self.blocks else weight.scales.view(-1).expand(weight.shape[0]).contiguous()[None]
-        """[K / 128, N / 128] with adjacent elements along K, or [1, N] for scales per row."""
+        """[K / 128, N / 128], with adjacent elements along K, or [1, N]: scales per block or per row."""
         self.group = BLOCK if self.blocks else weight.shape[1]
         """Columns of x per scale."""
 
@@ -67,7 +67,7 @@ class ScaledMM(FusedKernel):
 
     @cached_property
     def rounding(self) -> RowRounding:
-        """Launcher that rounds x."""
+        """Launcher of the kernel that rounds x."""
         return RowRounding(self.spec.device)
 
     @classmethod
@@ -102,7 +102,7 @@ class ScaledMM(FusedKernel):
 
 
 class Dequantizer:
-    """Dequantizes weights in one launch, or in several of torch's for rare group sizes."""
+    """Dequantizer of weights, which takes one launch, or several launches of torch operations for rare group sizes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -138,7 +138,7 @@ class Dequantizer:
 
 
 class Dequantize(TritonProducts):
-    """Dequantizes the weight for each call of cuBLAS: for many rows, and for formats that no other kernel reads."""
+    """Kernel that dequantizes the weight before each call of cuBLAS, for many rows and for formats that no other kernel reads."""
 
     name = DEQUANTIZED
     capabilities = LinearCapabilities(QUANTIZED, devices=DEVICES, order=True, fused=frozenset({"bias"}))

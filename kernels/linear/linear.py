@@ -27,7 +27,7 @@ from headway.kernels.linear.choice import (
 from headway.kernels.runtime.native.library import PackedWeight, multiply
 
 Compute = Callable[..., Tensor]
-"""A layer bound to a kernel: x [rows, in_features] -> [rows, out_features], including the bias; written to `out` if given."""
+"""A layer bound to a kernel: x [rows, in_features] -> y [rows, out_features], with the bias added; written to `out` if given."""
 _NUMBERS = itertools.count()
 
 
@@ -36,13 +36,13 @@ class ProductOrigin:
     """Origin of a merged weight in the checkpoint, for LoRA adapters that are added later."""
 
     modules: Mapping[str, Axis]
-    """Full name of each module -> the rows of its weight with the rank's shard, in the order of concatenation."""
+    """Full name of each module -> axis of its weight's rows with the rank's shard, in the order of concatenation."""
     in_features: Axis
-    """Columns of all modules, with the rank's shard."""
+    """Axis of the columns of all modules, with the rank's shard."""
     order: Sequence[int] | None
-    """Row number, among the held rows, of each row of the weight. None means in order."""
+    """Index of each row of the weight among the rows that the rank holds. None means that rows are in order."""
     scale: float | Sequence[float]
-    """Factor of the weight's rows: one number, or one per row."""
+    """Factor by which the weight's rows were multiplied: one number, or one per row."""
 
 
 class Applied:
@@ -61,8 +61,8 @@ class Applied:
     def __call__(self, x: Tensor, out: Tensor | None = None, add_to: Tensor | None = None, **around: Any) -> Tensor:
         """Return the layer's output for x [rows, in_features], added to `add_to` if given.
 
-        around: the arguments of `FusedKernel.compute` that the kernel fuses.
-        :raises BackendError: if the kernel raised, and the user requested it or no other kernel can compute the layer.
+        around: arguments of `FusedKernel.compute` for the operations that the kernel fuses.
+        :raises BackendError: if the kernel raised an error, and the user requested it or no other kernel can compute the layer.
         """
         layer, bias, norm, gated = self._layer, self._layer.bias, around.get("norm"), around.get("gated", False)
         y = out if add_to is None else add_to
@@ -94,7 +94,7 @@ class Buckets:
         self.bound: dict[int, Compute] = {}
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the layer by the kernel for the number of rows of x."""
+        """Compute the layer with the kernel for the number of rows of x."""
         rows, layer = x.shape[0], self._layer
         if not rows:
             return x.new_empty(0, layer.out_features) if out is None else out
@@ -108,12 +108,12 @@ class Buckets:
 class Linear:
     """y = x W^T + b with constant weights.
 
-    On a GPU, the weight keeps its layout, and the device's operations bind the layer to kernels (`choice`). Called directly, the
-    layer is torch.mm, which dequantizes a quantized weight in every call.
-    On a CPU, the layer is bound when it is made. If only Headway's kernels can compute it, the first one repacks the weight: our
-    C library, torch's int4 GEMM, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode, docs/benchmarks.md), or
-    torch.mm. A weight that none of them reads is dequantized once. If a third party's kernel is a candidate, the original weight
-    stays until measured times decide (`settle`).
+    On a GPU, the weight keeps its layout, and the device's operations bind the layer to kernels (`choice`). A direct call
+    computes the layer with torch.mm, and dequantizes a quantized weight each time. On a CPU, the layer is bound when it is made.
+    If only Headway's kernels can compute the layer, the first of these that supports the weight repacks it: our C library,
+    torch's int4 GEMM, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode, docs/benchmarks.md), or torch.mm. A weight
+    that none of them reads is dequantized once. If a third party's kernel is a candidate, the original weight stays in memory
+    until measured times decide (`settle`).
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class Linear:
     ) -> None:
         """Make the layer.
 
-        weight: [out_features, in_features]. bias: [out_features]. summed: True if the weight is a column shard, whose results
-            `RankedOperations` sums over ranks. dtype: type of x for a quantized weight; None means the bias's type, else float32
-            on a CPU and bfloat16 on a GPU. kept: True leaves a quantized weight unchanged on a CPU too, for operations that
-            multiply it themselves. origin: modules of the weight; None if adapters do not need it. kernels: kernels of the model;
-            None means Headway's own.
+        weight: [out_features, in_features]. bias: [out_features]. summed: True if the weight is a column shard, whose outputs
+        `RankedOperations` sums over ranks. dtype: type of x for a quantized weight; None means the bias's type, else float32 on a
+        CPU and bfloat16 on a GPU. kept: True to leave a quantized weight unchanged on a CPU too, for operations that multiply it
+        themselves. origin: modules of the weight; None if adapters do not need it. kernels: linear kernels of the model; None
+        means Headway's own.
         """
         self.number = next(_NUMBERS)
         self.summed = summed
@@ -142,25 +142,25 @@ class Linear:
         self.in_features = in_features
         self.bias = bias
         self.weight = weight
-        """Original weight, or its layout for the kernel that is bound for good."""
+        """Original weight, or the weight in the layout of the kernel that the layer is permanently bound to."""
         self.prepared: dict[str, Any] = {}
         """Weights in kernels' layouts, by the name of the layout."""
         self.expanded_bytes = 0
-        """Bytes of a dequantized weight. 0 means that the weight was not dequantized."""
+        """Size of the dequantized weight, in bytes. 0 means that the weight was not dequantized."""
         self.packed: PackedWeight | None = None
-        """Weight in packed blocks for our C library on a CPU. None if other kernels multiply it."""
+        """Weight in packed blocks for our C library on a CPU. None if a different kernel multiplies the weight."""
         self.held_bytes = weight.nbytes
-        """Bytes that a GEMM reads: a quantized weight with its scales, or the dequantized weight."""
+        """Number of bytes that a GEMM reads: a quantized weight with its scales, or the dequantized weight."""
         self.reads_quantized = False
         """True if kernels read the quantized weight directly."""
         self.choice: LinearChoice | None = None
         """The candidate kernels, and the kernel for each number of rows."""
         self.steps: Any = None
-        """The layer bound to kernels by a GPU's operations (`kernels/step/fused.py`). None until the first step."""
+        """The layer as bound to kernels by a GPU's operations (`kernels/step/fused.py`). None until the first step."""
         self.gated_steps: Any = None
         self._compute: Compute | None = None
         self._closed: LinearKernel | None = None
-        """Kernel that the layer is bound to for good, on a CPU."""
+        """Kernel that the layer is permanently bound to, on a CPU."""
         self._transposed = weight.t() if isinstance(weight, Tensor) else None
         self.device = weight.device
         if isinstance(weight, Tensor):
@@ -173,7 +173,7 @@ class Linear:
             self._bind_on_cpu(kernels or usual_kernels())
 
     def spec(self, device: torch.device | None = None, gated: bool = False) -> LinearSpec:
-        """Return the spec of the layer, for asking kernels. device: replaces the weight's device."""
+        """Return the spec of the layer, for calls of kernels' `supports`. device: replaces the weight's device."""
         form, bias = WeightFormat.of(self.weight), self.bias is not None
         return LinearSpec(self.in_features, self.out_features, self.dtype, device or self.device, form, gated=gated, bias=bias)
 
@@ -190,7 +190,7 @@ class Linear:
             self._close(choice.kernel_of(0))
 
     def _close(self, kernel: LinearKernel) -> None:
-        """Bind the layer to one kernel for good: the weight stays only in that kernel's layout."""
+        """Bind the layer permanently to one kernel. The weight stays in memory only in that kernel's layout."""
         if kernel.name == EXPANDED:
             choice = self.choice
             self._expand(usual_kernels())
@@ -220,7 +220,7 @@ class Linear:
     def settle(self) -> None:
         """Prepare the layer for the selected kernels, after measured times have decided.
 
-        If one of Headway's kernels is selected for every number of rows on a CPU, the weight stays only in that kernel's layout.
+        On a CPU, if one of Headway's kernels is selected for every number of rows, the weight stays only in that kernel's layout.
         """
         choice = self.choice
         assert choice is not None
@@ -242,9 +242,9 @@ class Linear:
             self._compute.bound.clear()
 
     def prepared_for(self, kernel: LinearKernel) -> Any:
-        """Return the weight as prepared for a kernel, made at the first call.
+        """Return the weight prepared for a kernel. The first call prepares it.
 
-        :raises ArithmeticError: if the kernel's type cannot represent the weight's scales.
+        :raises ArithmeticError: if the kernel's element type cannot represent the weight's scales.
         """
         name = kernel.arrangement or kernel.name
         if name not in self.prepared:
@@ -254,13 +254,13 @@ class Linear:
         return self.prepared[name]
 
     def bytes_of(self, kernel: LinearKernel) -> int:
-        """Return the bytes of a kernel's layout besides the original weight and bias."""
+        """Return the size in bytes of a kernel's layout, excluding tensors of the original weight and bias."""
         own = {each.untyped_storage().data_ptr() for each in held_tensors(self.weight, self.bias).values()}
         held = held_tensors(self.prepared.get(kernel.arrangement or kernel.name)).values()
         return sum(each.nbytes for each in held if each.untyped_storage().data_ptr() not in own)
 
     def prepare(self, kernel: LinearKernel) -> int:
-        """Prepare the layer for a kernel. Return the bytes that this takes besides the weight and bias."""
+        """Prepare the layer for a kernel. Return the number of bytes that this takes besides the weight and bias."""
         self.prepared_for(kernel)
         return self.bytes_of(kernel)
 
@@ -276,7 +276,7 @@ class Linear:
         return Applied(self, kernel, again)
 
     def fused_by(self, kernel: LinearKernel) -> frozenset[str]:
-        """Return the operations that a kernel fuses in this layer. If the engine adds the bias, activations cannot be fused."""
+        """Return the names of the operations that a kernel fuses in this layer. If the engine adds the bias, not activations."""
         fused = kernel.capabilities.fused
         return fused if self.bias is None or "bias" in fused else fused - {"activation", "gated"}
 
@@ -286,7 +286,7 @@ class Linear:
         return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.fuses_more
 
     def bind_as(self, other: Linear) -> None:
-        """Prepare this layer's weight for the same kernels as another layer of the kind."""
+        """Prepare this layer's weight for the same kernels as `other`, a layer of the same kind."""
         if other._closed is not None:
             if self._closed is None:
                 self._close(other._closed)
@@ -295,7 +295,7 @@ class Linear:
             self.prepared_for(kernel)
 
     def update(self, built: Linear) -> None:
-        """Overwrite what third parties' kernels prepared with the new weight of `built` (see `bind_as`).
+        """Copy the new weight of `built` (see `bind_as`) over the data that third-party kernels prepared.
 
         :raises ConfigError: if a kernel does not support updates.
         """
@@ -304,7 +304,7 @@ class Linear:
                 kernel.update(self.prepared_for(kernel), built.prepared_for(kernel))
 
     def _kernels(self) -> list[LinearKernel]:
-        """Return one kernel for each layout that the layer has."""
+        """Return one kernel for each prepared layout of the layer's weight."""
         kernels = {} if self.choice is None else {each.arrangement or each.name: each for each in self.choice.kernels.values()}
         return [kernels[name] for name in self.prepared if name in kernels]
 

@@ -1,9 +1,9 @@
 """GEMM kernels of vLLM's library over weights of 4 and 8 bits: Marlin, and CUTLASS for FP8.
 
 Marlin (Frantar et al. 2024, arXiv 2408.11743), as extended by vLLM, needs a repacked weight. Quantized values are passed to
-`gptq_marlin_repack` in GPTQ's format, whose words hold adjacent columns of one weight row. Scales and zeros are permuted into the
-order in which a warp's threads use them. If scales change along a row, these are rows with distance eight. With one scale per
-row, which is applied when results are stored, these are pairs of adjacent rows with distance eight.
+`gptq_marlin_repack` in GPTQ's format, in which a word holds adjacent columns of one weight row. Scales and zeros are permuted
+into the order in which a warp's threads use them. If scales change along a row, a thread uses rows at a distance of eight. With
+one scale per row, which is applied when results are stored, it uses pairs of adjacent rows at a distance of eight.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS
 from headway.kernels.step.operations import Norm
 
 GROUPS: Final = (32, 64, 128)
-"""Supported group sizes in columns, besides complete rows."""
+"""Supported group sizes, in columns. A complete row is also supported as a group."""
 _GROUPED: Final = [row + 8 * step for row in range(8) for step in range(8)]
 _WHOLE: Final = [2 * pair + row + 8 * step for pair in range(4) for step in range(4) for row in (0, 1)]
 _NIBBLES: Final = [0, 2, 4, 6, 1, 3, 5, 7]
-"""Order of 4-bit values in a word, since pairs are unpacked at once. For four bytes it is 0, 2, 1, 3 (_BYTES)."""
+"""Order of 4-bit values in a word, because pairs of values are unpacked at once. For four bytes it is 0, 2, 1, 3 (_BYTES)."""
 _BYTES: Final = [0, 2, 1, 3]
 
 
@@ -45,13 +45,13 @@ class MarlinWeight:
     codes: Tensor
     """int32: output of `gptq_marlin_repack`."""
     scales: Tensor
-    """[K / group, N] in x's type, or e8m0 for MXFP4."""
+    """[K / group, N]: scales in x's type, or in e8m0 for MXFP4."""
     zeros: Tensor | None
-    """int32 [K / group, N / 8]. None without zeros."""
+    """int32 [K / group, N / 8]: zero points. None if the weight has no zero points."""
     bias: Tensor | None
-    """[N]"""
+    """[N]: bias in Marlin's order."""
     order: Tensor | None
-    """int32 [K]: input feature of each column. None means in order."""
+    """int32 [K]: input feature of each column. None means that columns are in order."""
     type_id: int
 
 
@@ -76,7 +76,7 @@ def can_arrange(spec: LinearSpec) -> Support:
 
 
 def words(weight: QuantizedWeight) -> Tensor:
-    """Return the values in GPTQ's format, with a word's first column lowest: int32 [K / 8, N] for 4 bits, [K / 4, N] for 8."""
+    """Return the values in GPTQ's format, first column in the lowest bits: int32 [K / 8, N] for 4 bits, [K / 4, N] for 8."""
     if isinstance(weight, Float8Weight):
         codes = weight.values.view(torch.uint8)
     else:
@@ -110,8 +110,8 @@ def scales_of(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def zeros_of(weight: QuantizedWeight) -> Tensor | None:
-    """Return zeros int32 [K / group, N / 8] in Marlin's order, that of grouped scales for any group size. None means 8
-    everywhere.
+    """Return zero points, int32 [K / group, N / 8], in Marlin's order for grouped scales whatever the group size. None means 8
+    for all groups.
     """
     if not isinstance(weight, Int4Weight) or weight.zeros is None:
         return None
@@ -126,7 +126,7 @@ def bias_of(bias: Tensor | None) -> Tensor | None:
 
 
 def type_of(weight: QuantizedWeight) -> int:
-    """Return vLLM's id of a weight's element type."""
+    """Return vLLM's ID for a weight's element type."""
     if isinstance(weight, Int4Weight):
         return INT4_LESS_8 if weight.zeros is None else INT4
     return FLOAT8 if isinstance(weight, Float8Weight) else FLOAT4
@@ -137,14 +137,14 @@ def _permuted(values: Tensor, order: list[int]) -> Tensor:
 
 
 _EXPONENTS: Final = {torch.float16: 8, torch.bfloat16: 120}
-"""Exponent bias of x's type minus that of e4m3."""
+"""Type of x -> its exponent bias minus the exponent bias of e4m3."""
 
 
 _SCALED_PRODUCT, _ROWS, _BLOCKS = "cutlass_scaled_mm", "cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"
 
 
 class Cutlass(ScaledMM):
-    """FP8 GEMM by vLLM's `cutlass_scaled_mm`. x is rounded like for `torch._scaled_mm`; the weight keeps its layout."""
+    """FP8 GEMM by vLLM's `cutlass_scaled_mm`. x is rounded as for `torch._scaled_mm`; the weight keeps its layout."""
 
     name = CUTLASS
     capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, fused=frozenset({"norm", "bias"}))
@@ -156,7 +156,7 @@ class Cutlass(ScaledMM):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether vLLM's library is found, with the needed operators."""
+        """Return whether vLLM's library is installed and has the required operators."""
         return bind(_SCALED_PRODUCT, _ROWS, _BLOCKS)[1]
 
     @classmethod
@@ -201,7 +201,7 @@ _CAPABILITY = (8, 0)
 
 
 class Marlin(FusedKernel):
-    """GEMM by vLLM's `marlin_gemm`. x keeps its type, and scales are rounded to it. The repacked weight is as large as the
+    """GEMM by vLLM's `marlin_gemm`. x keeps its type, and scales are rounded to that type. The repacked weight is as large as the
     original.
     """
 
@@ -215,18 +215,18 @@ class Marlin(FusedKernel):
 
     @cached_property
     def _locks(self) -> Tensor:
-        """int32 [number of SMs]: locks, zero between launches."""
+        """int32 [number of SMs]: locks of thread blocks, zero between launches."""
         count = self.multiprocessors if torch.cuda.is_available() else 1
         return torch.zeros(count, dtype=torch.int32, device=self.spec.device)
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether vLLM's library is found, with the needed operators."""
+        """Return whether vLLM's library is installed and has the required operators."""
         return bind(_PRODUCT, _REPACK)[1]
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
-        """Return whether Marlin supports the format, groups and shape, on this GPU."""
+        """Return whether Marlin supports the weight's format, group size and shape on this GPU."""
         return cls.capabilities.check(spec) & can_arrange(spec) & at_least(_CAPABILITY, spec.device)
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> MarlinWeight:

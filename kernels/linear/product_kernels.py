@@ -1,11 +1,12 @@
-"""Triton GEMV and skinny GEMM over dense weights for 1 to 16 rows: the time is that of reading the weights, so loads start early.
+"""Triton GEMV and skinny GEMM over dense weights for 1 to 16 rows. Reading the weights takes most of the time, so loads start
+early.
 
 A program holds BLOCK_N complete rows of the weight, in chunks of BLOCK_K. It loads the first DEPTH chunks before it waits for x,
 so they arrive while the previous kernel still runs (PDL, see step_kernels.py). There is no split-K: a sum over K belongs to one
 program and has one order, whatever the number of rows.
 A fused RMSNorm needs no extra pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares), which
-is known by then. QK-norm and rotary embedding (RoPE) need whole heads: the program that completes a head (programs count
-arrivals) reads it back and rotates it, which saves a launch.
+is known when the sum is complete. QK-norm and rotary embedding (RoPE) need whole heads: the program that completes a head
+(programs count arrivals) reads it back and rotates it, which saves a launch.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def few_rows(
     EARLY: tl.constexpr,  # the next kernel may start at once, not only when x is there
     PDL: tl.constexpr,
 ):
-    """y = W norm(x) + bias for `rows` rows on tensor cores (skinny GEMM, W x^T), with warps side by side along K. Grid (cdiv(N,
+    """y = W norm(x) + bias for `rows` rows on tensor cores (skinny GEMM, W x^T), with warps placed along K. Grid (cdiv(N,
     BLOCK_N)).
     """
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -300,15 +301,15 @@ def rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals
 
 
 MAX_ROWS = 16
-"""Maximum rows of these kernels. This and the constants below were measured on an H200 against cuBLAS (docs/kernels.md)."""
+"""Maximum number of rows. It and the constants below were measured on an H200, against cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**24
-"""Maximum elements of the weight for several rows, or twice the maximum for more than half of MAX_ROWS.
+"""Maximum number of elements of the weight for several rows. Half of it applies to more than MAX_ROWS / 2 rows.
 
 cuBLAS reads larger weights as fast or faster. With 16 rows on an H100, cuBLAS takes 16 us for 5120 x 2880 and for 2880 x 4096,
-and these kernels 22 us, in a step of gpt-oss-20b, including the operations before and after the GEMM.
+and these kernels take 22 us, in a step of gpt-oss-20b, including the operations before and after the GEMM.
 """
 HEAD_MULTIPLE = 16
-"""Divisor of the head dimension for fused RoPE, in rows of the weight."""
+"""Number of weight rows that must divide the head dimension for fused RoPE."""
 DEVICES: Final = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 QUANTIZED: Final = frozenset(FORMATS) - {"plain"}
 T = TypeVar("T")
@@ -318,7 +319,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 @dataclass(frozen=True, slots=True)
 class ProductCase:
-    """A linear layer with its fused operations, as far as kernels are compiled for it; without the tiling."""
+    """Properties of a linear layer and its fused operations that kernels are compiled for, except the tiling."""
 
     dtype: torch.dtype
     in_features: int
@@ -329,7 +330,7 @@ class ProductCase:
     add: bool
     bias: bool
     heads: tuple[int, int, int, bool] | None
-    """num_heads, num_kv_heads, head_dim and whether heads are normed. None means no RoPE."""
+    """num_heads, num_kv_heads, head_dim, and True if heads are normed. None means no RoPE."""
 
     @classmethod
     def of(
@@ -342,7 +343,7 @@ class ProductCase:
         add_to: Tensor | None,
         rotated: tuple[Heads, Rope] | None,
     ) -> ProductCase:
-        """Return the case of a call of `Gemv.compute`."""
+        """Return the case for the arguments of a call of `Gemv.compute`."""
         shape = None
         if rotated is not None:
             heads = rotated[0]
@@ -361,7 +362,7 @@ class ProductCase:
 
     @property
     def dot(self) -> Any:
-        """Type of the operands of tl.dot. The interpreter would multiply the raw bits of bfloat16, so it uses float32."""
+        """Operand type of tl.dot. The interpreter would multiply the raw bits of bfloat16, so float32 is used with it."""
         return tl.float32 if INTERPRETED else _TYPES[self.dtype]
 
     def constants(self, head_dim: int) -> dict[str, Any]:
@@ -388,12 +389,12 @@ class RotationArguments:
 
     def __init__(self, device: torch.device) -> None:
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """int32 counters by their number, zero between launches. Never freed, since captured graphs keep their addresses."""
+        """Number of counters -> int32 counters, zero between launches. Never freed, since captured graphs use their addresses."""
 
     def __call__(
         self, rotated: tuple[Heads, Rope] | None, unused: T
     ) -> tuple[Tensor | T, Tensor | T, Tensor | T, Tensor | T, Tensor | T, float]:
-        """Return cos, sin, the weights of q's and k's norm, counters, and epsilon. unused: placeholder for missing tensors."""
+        """Return cos, sin, the weights of the norms of q and k, counters and epsilon. unused: placeholder for missing tensors."""
         if rotated is None:
             return unused, unused, unused, unused, unused, 0.0
         heads, (cos, sin) = rotated
@@ -408,12 +409,12 @@ class TritonProducts(FusedKernel):
 
     @classmethod
     def available(cls) -> Support:
-        """Return whether Triton runs here."""
+        """Return whether Triton can run kernels in this process."""
         return can_launch()
 
 
 class Gemv(TritonProducts):
-    """GEMV and skinny GEMM over dense weights, for up to MAX_ROWS rows in half precision, one launch each.
+    """GEMV and skinny GEMM over dense weights, for up to MAX_ROWS rows in half precision, in one launch.
 
     The kernel depends only on the number of rows and the shape. A row's result does not depend on the other rows.
     """
@@ -479,8 +480,8 @@ class Gemv(TritonProducts):
 
 
 def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[FixedLauncher, int]:
-    """Return the kernel for a case, and its number of programs. block_m: rows, rounded up to a tensor-core size; 1 uses no tensor
-    cores.
+    """Return the kernel for a case, and its number of programs. block_m: number of rows, rounded up to a tensor-core size; 1
+    means no tensor cores.
     """
     block_k = min(max(triton.next_power_of_2(case.in_features), 128), _BLOCK_K)
     chunks = triton.cdiv(case.in_features, block_k)

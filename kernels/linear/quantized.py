@@ -45,10 +45,10 @@ TilingRule = Callable[[WeightBytes, int, int, bool, int], QuantizedTiling]
 
 
 def quantized_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedTiling:
-    """Return the tiling of a GEMM, by the number of rows.
+    """Return the tiling of a GEMM, which depends on the number of rows.
 
-    Up to 16 rows, warps are side by side along K, and chunks of a row are long. Above, they are side by side along the weight's
-    rows.
+    For up to 16 rows, warps are placed along K, and a chunk covers many columns. For more rows, warps are placed along the
+    weight's rows.
     """
     block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     few = block_m <= 16
@@ -72,11 +72,11 @@ class InOrder:
 
     def __init__(self) -> None:
         self._norms: dict[Operand, tuple[Tensor, Tensor]] = {}
-        """Norm weight of each layer and its reordered copy, made once."""
+        """Operand of each layer -> the norm weight before it, and a reordered copy of that weight."""
 
     def __call__(self, x: Tensor, norm: Norm | None, weight: Operand) -> tuple[Tensor, Tensor | None]:
-        """Return x and the norm's weight, unchanged if columns are in the order of the inputs; else reordered, with one launch
-        for x.
+        """Return x and the norm's weight, unchanged if columns are in the order of the input features, otherwise reordered, which
+        takes one launch for x.
         """
         order, plain = weight.order, None if norm is None else norm.weight
         if order is None:
@@ -90,7 +90,7 @@ class InOrder:
 
 
 MOST_ROWS: Final = 64
-"""Maximum rows for which variants are measured. Above, kernels are limited by computation."""
+"""Maximum number of rows at which variants are measured. At more rows, kernels are limited by computation."""
 CHANGES: Final[Mapping[str, Callable[[QuantizedTiling], QuantizedTiling]]] = {
     "n64": lambda tiling: replace(tiling, block_n=64),
     "n128": lambda tiling: replace(tiling, block_n=128),
@@ -99,7 +99,7 @@ CHANGES: Final[Mapping[str, Callable[[QuantizedTiling], QuantizedTiling]]] = {
 
 
 class TritonKernel(TritonProducts):
-    """Triton GEMM over quantized weights, for x in half precision, one launch. Its variants use other tiles.
+    """Triton GEMM over quantized weights, for x in half precision, in one launch. Its variants differ in their tiles.
 
     Only weights are quantized: x keeps its type, and sums are float32. The tiling depends on the shape and the number of rows,
     rounded up. A row's result does not depend on the other rows.
@@ -110,7 +110,7 @@ class TritonKernel(TritonProducts):
     variants = tuple(CHANGES)
 
     def __init__(self, spec: LinearSpec, variant: str = "", tiling: TilingRule | None = None) -> None:
-        """Prepare the kernel. cut: a tiling rule that replaces the variant's."""
+        """Prepare the kernel. tiling: a rule that replaces the variant's tiling rule."""
         super().__init__(spec, variant)
         change = CHANGES.get(variant)
         changed = quantized_tiling if change is None else lambda *product: change(quantized_tiling(*product))
@@ -120,11 +120,11 @@ class TritonKernel(TritonProducts):
         self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """int32 arrival counters by their number, zero between launches. Never freed, since captured graphs keep their
+        """Number of counters -> int32 arrival counters, zero between launches. Never freed, since captured graphs use their
         addresses.
         """
         self._sums = cache(lambda count: torch.empty(count, device=device))
-        """float32 scratch memory for split-K sums. Never freed, since captured graphs keep their addresses."""
+        """Number of sums -> float32 scratch memory for split-K sums. Never freed, since captured graphs use its address."""
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
@@ -139,7 +139,7 @@ class TritonKernel(TritonProducts):
         return support
 
     def runs(self, rows: int) -> bool:
-        """Return whether the kernel is used: variants are measured only up to 64 rows."""
+        """Return whether the kernel runs this number of rows. Variants run at most MOST_ROWS rows."""
         return not self.variant or rows <= MOST_ROWS
 
     def prepare(self, weight: Weight, bias: Tensor | None = None) -> Operand:
@@ -204,7 +204,7 @@ class TritonKernel(TritonProducts):
 
 
 def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, tiling: QuantizedTiling) -> FixedLauncher:
-    """Return the launcher for all compile-time constants."""
+    """Return the launcher for a case, a weight's byte layout and a tiling."""
     constants: dict[str, Any] = {
         **case.constants(tiling.block_n),
         "ROW": weight.row,
@@ -229,8 +229,8 @@ def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, tili
 
 
 _PROGRAMS = 2
-"""Programs per SM up to which split-K is increased."""
+"""Number of programs per SM up to which split-K is increased."""
 _FEW_SPAN, _FEW_CHUNK = 64, 256
-"""Bytes of a slice, and of a row per chunk, for up to 16 rows."""
+"""Bytes per slice, and bytes of a row per chunk, for up to 16 rows of x."""
 _SHARED = 48 * 1024
-"""Approximate bytes in flight per program: four programs fit an SM's shared memory."""
+"""Approximate number of bytes in flight per program, with which four programs fit an SM's shared memory."""

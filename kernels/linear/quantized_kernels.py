@@ -1,12 +1,13 @@
-"""Triton kernels for GEMMs over quantized weights with fused dequantize: with few rows, the time is that of reading the weight.
+"""Triton GEMM kernels over quantized weights with fused dequantize. With few rows, reading the weight takes most of the time.
 
-A program multiplies BLOCK_N rows of the weight, or with split_k (SPLITS) a part of each row. BLOCK_N must be large, or x would be
-read more often than the weight. With split-K, the last program to arrive adds the parts, in a fixed order. The next chunks are
-copied to shared memory during the computation, and unpacked on the way to the tensor cores, which compute W x^T: the weight is
-the operand in registers. Before x is there (PDL, see step_kernels.py), the program reads its first scales and prefetches its
-first chunks to L2. A chunk is divided along K into SLICES, side by side on the warps. A slice of a row has one scale, so values
-are multiplied unscaled, exact in half precision, and scales multiply float32 sums. Only with groups of 32 columns, values are
-scaled first. Two 4-bit values in a byte are half a group apart: one load gives two tiles, for two parts of x.
+A program multiplies BLOCK_N rows of the weight, or with split_k (SPLITS) a part of each row. BLOCK_N must be large; otherwise,
+more bytes of x than of the weight would be read. With split-K, the last program to arrive adds the parts, in a fixed order. The
+next chunks are copied to shared memory during the computation, and unpacked on the way to the tensor cores, which compute W x^T:
+the weight is the operand in registers. Before x is available (PDL, see step_kernels.py), the program reads its first scales and
+prefetches its first chunks to L2. A chunk is divided along K into SLICES, which are distributed over the warps. A slice of a row
+has one scale, so unscaled values, exact in half precision, are multiplied, and scales multiply float32 sums. Values are scaled
+first only with groups of 32 columns. Two 4-bit values in a byte are half a group apart: one load gives two tiles, for two parts
+of x.
 """
 
 # Triton reads annotations at compile time, so they must not be deferred here.
@@ -187,8 +188,8 @@ def _codes(weight_ptr, u, end, n, i, above, N: tl.constexpr, ROW: tl.constexpr, 
 @triton.jit
 def _scales(scales_ptr, zeros_ptr, u, end, n, above, N: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
             SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Load scales and zeros of the slices: [SLICES, BLOCK_N], or [SLICES, BLOCK_N, groups]; without the first axis if SLICES is
-    1.
+    """Load the scales and zeros of the slices: [SLICES, BLOCK_N], or [SLICES, BLOCK_N, groups]. The first axis is missing if
+    SLICES is 1.
     """
     row = (n + above) // SCALE_ROWS * SCALES
     if SLICES > 1:
@@ -229,9 +230,8 @@ def _prefetch(weight_ptr, unit, end, n, ROW: tl.constexpr, SPAN: tl.constexpr, S
 @triton.jit
 def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
             HALF: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
-    """Load x^T [SLICES, SPAN, BLOCK_M] for the slices, times the norm's weight; return it with the updated sums of squares.
-
-    If SLICES is 1, [SPAN, BLOCK_M].
+    """Load x^T [SLICES, SPAN, BLOCK_M] for the slices, times the norm's weight; return it with the updated sums of squares. Its
+    shape is [SPAN, BLOCK_M] if SLICES is 1.
     """
     if SLICES > 1:
         column = u[:, None] * SPAN + i[None, :]
@@ -263,7 +263,7 @@ def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexp
 @triton.jit
 def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF: tl.constexpr, SPAN: tl.constexpr,
               SCALE_SPAN: tl.constexpr, ZEROS: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Return sums + scales * values x^T. Scales of groups shorter than a slice multiply the values, others the products."""
+    """Return sums + scales * values x^T. Scales multiply the values if groups are shorter than a slice, else the sums."""
     SHORT: tl.constexpr = SCALE_SPAN < SPAN
     if WEIGHT == "mxfp4":  # exponents; the smallest one needs a subnormal
         wide = scales.to(tl.int32)

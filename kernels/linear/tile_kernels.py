@@ -3,8 +3,8 @@
 At these sizes, latencies matter more than bandwidth. So programs start while the previous kernel still runs (PDL, see
 step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K): each stores its part,
 and the last to arrive adds them, in a fixed order.
-SWAPPED: up to 16 rows of x are the columns of a tile, and rows of W its rows. The tensor cores take 64 rows of W and 8 or more of
-x, and read W from shared memory as it was copied.
+SWAPPED: up to 16 rows of x are the columns of a tile, and rows of W are its rows. The tensor cores take 64 rows of W and 8 or
+more of x, and read W from shared memory as it was copied.
 """
 
 from __future__ import annotations
@@ -141,19 +141,19 @@ def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.conste
 
 
 MAX_ROWS = 128
-"""Maximum rows of this kernel. This and the constants below were measured on an H200 against cuBLAS (docs/kernels.md)."""
+"""Maximum number of rows. It and the constants below were measured on an H200, against cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**23
-"""Maximum elements of the weight. cuBLAS reads larger ones as fast."""
+"""Maximum number of elements of the weight. cuBLAS reads larger weights just as fast."""
 MOST_SWAPPED = 16
-"""Maximum rows for SWAPPED tiles, for weights of up to twice MAX_WEIGHT elements.
+"""Maximum number of rows for SWAPPED tiles, which are used for weights of up to twice MAX_WEIGHT elements.
 
-With 16 rows on an H100, for 5120 x 2880 and 2880 x 4096, `few_rows` takes 22 to 25 us and cuBLAS 16 us. Reading the bytes takes
-9.7 and 7.7 us.
+With 16 rows on an H100, for 5120 x 2880 and 2880 x 4096, `few_rows` takes 22 to 25 us and cuBLAS 16 us. Reading the bytes of
+these weights takes 9.7 and 7.7 us.
 """
 BUSY = 0.7
 """Programs per SM that keep the GPU busy. Tiles become smaller, and sums are split, until there are this many."""
 _BLOCK_M, _BLOCK_N = 64, 64
-"""Sides of the largest tiles."""
+"""Rows and columns of the largest tiles."""
 _WARPS = 4
 
 
@@ -163,7 +163,7 @@ class ProductTiling:
 
     block_n: int
     splits: int
-    """Programs that split a sum over K (split-K)."""
+    """Number of programs that split a sum over K (split-K)."""
     block_k: int
     stages: int
     block_m: int = _BLOCK_M
@@ -183,9 +183,7 @@ def swapped_tiling_for(rows: int, out_features: int, in_features: int, multiproc
 
 @cache
 def tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
-    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if the kernel does not support
-    it.
-    """
+    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if it is not supported."""
     tiles_m = -(-rows // _BLOCK_M)
     wanted = BUSY * multiprocessors
     block_n = 64 if out_features % 64 == 0 and out_features // 64 * tiles_m >= wanted else 32
@@ -200,7 +198,7 @@ def tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: 
 
 
 class Tiles(TritonProducts):
-    """Split-K GEMM over dense weights in tiles, for up to MAX_ROWS rows in half precision, one launch.
+    """Split-K GEMM over dense weights in tiles, for up to MAX_ROWS rows in half precision, in one launch.
 
     The tiling depends on the shape and on whether there are more than 16 or 64 rows. A row's result does not depend on the other
     rows.
@@ -216,7 +214,7 @@ class Tiles(TritonProducts):
         self._launcher = cache(partial(_launcher, device))
         self._sums = cache(lambda count: torch.empty(count * _BLOCK_M * _BLOCK_N, device=device))
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """int32 arrival counters, zero between launches. Like the sums, never freed, since captured graphs keep their
+        """int32 arrival counters, zero between launches. Like the sums, they are never freed, since captured graphs use their
         addresses.
         """
 

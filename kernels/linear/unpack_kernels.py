@@ -1,6 +1,4 @@
-"""Triton kernels between quantized values and numbers: unpacking of 8 and 4 bits, dequantize of weights, quantize of rows to
-FP8.
-"""
+"""Triton kernels that unpack values of 8 and 4 bits, dequantize weights, and quantize rows to FP8."""
 
 import triton
 import triton.language as tl
@@ -122,7 +120,7 @@ def unpack_bytes(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.co
 def unpack_pairs(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Convert the low and high four bits of bytes exactly: float4 e2m1 ("mxfp4"), or integers ("int4").
 
-    With ASSEMBLY, integers are returned plus 128 in bfloat16, and plus 1,024 in float16.
+    With ASSEMBLY, 128 is added to integers in bfloat16, and 1,024 in float16.
     """
     if ASSEMBLY:
         if DOT == tl.float16:  # noqa: SIM300
@@ -215,7 +213,7 @@ def quantize_rows(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = norm(x) / scale in FP8. A scale is the largest magnitude of its group over 448. Grid (rows)."""
+    """y = norm(x) / scale in FP8. A scale is the largest magnitude in its group divided by 448. Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < K

@@ -1,16 +1,16 @@
 """Triton kernels for LoRA (multi-adapter): x A^T for the rows of all adapters at once (shrink), and the result times B^T
 (expand).
 
-The rows of a step may use adapters in any order. A program of `shrink_rows` handles one slot: tensor cores multiply a tile of
-rows by the slot's A, and only that slot's rows are loaded and stored. This costs nothing if memory bandwidth is the limit (the
-scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with tensor cores instead of a GEMV per row).
-A program that expands handles several slots in one GEMM: a row's sums are in the columns of its own slot, and zeros in those of
-the others. Zeros do not change a sum's bits, so a row's result depends neither on the other rows nor on its slot's number.
-PDL: see kernels/step/step_kernels.py. No kernel writes slots and weights, so they are loaded before the wait. `expand_rows` also
-loads the linear layer's output before the wait if `shrink_rows` ran in between, which has waited for it. If `norm_and_shrink` ran
-before the linear layer (NORMED), it must wait for that output.
-If the A of all slots follows the linear layer's weight (BEHIND), the layer's GEMM computes x A^T too, and nothing is launched to
-shrink: a row uses the columns of its slot after the layer's own columns.
+Rows with different adapters may be mixed in any order. A program of `shrink_rows` handles one slot: tensor cores multiply a tile
+of rows by the slot's A, and only that slot's rows are loaded and stored. This costs nothing if memory bandwidth is the limit (the
+scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with tensor cores instead of a GEMV per row). A program that expands handles
+several slots in one GEMM: a row's sums are in the columns of its own slot, and the columns of other slots are zero. Zeros do not
+change a sum's bits, so a row's result depends neither on the other rows nor on the index of its slot. PDL: see
+kernels/step/step_kernels.py. No kernel writes slots and weights, so they are loaded before the wait. `expand_rows` also loads the
+linear layer's output before the wait if `shrink_rows`, which has waited for that output, ran in between. If `norm_and_shrink` ran
+before the linear layer instead (NORMED), `expand_rows` must wait for the output. If the A of all slots follows the linear layer's
+weight (BEHIND), the layer's GEMM also computes x A^T, and no shrink kernel is launched. A row then uses the columns of its slot,
+which follow the layer's own columns.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def shrunk(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store one split's sums for the rows m of one slot, which are those in `mine`.
+    """Store one split's sums for the rows m of one slot. `mine` marks these rows.
 
-    NORM: rows are not normed yet. The sums are of x times the norm's weight, and the sums of squares are stored too, by which
-    `low_sums` divides.
+    NORM: rows are not normed yet. The sums are those of x times the norm's weight, and the sums of squares, by which `low_sums`
+    divides, are stored too.
     """
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = split * SPLIT_K + tl.arange(0, BLOCK_K)
@@ -164,7 +164,7 @@ def norm_and_shrink(
 
 @triton.jit
 def either(a, b):
-    """Return the bitwise or."""
+    """Return the bitwise OR of a and b."""
     return a | b
 
 

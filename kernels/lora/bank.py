@@ -18,7 +18,7 @@ from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.lora.folder import AdapterFolder, LowRank, check_targets, read_folder
 
 FEWEST_ROWS = 8
-"""Minimum ratio of weight rows to rows of A for appending A to the weight: every step with an adapter multiplies all of them."""
+"""Minimum ratio of weight rows to rows of A for appending A to the weight. Each step with an adapter multiplies all rows of A."""
 _STD = 0.02
 """Standard deviation of random adapters: small, so that they change outputs little."""
 
@@ -41,7 +41,7 @@ class AdaptedProduct:
     a: Tensor
     """[slots, modules * rank, in_features]: a view, with gaps between slots."""
     b: Tensor
-    """[slots, out_features, rank]. Includes the adapter's scale."""
+    """[slots, out_features, rank], multiplied by the adapter's scale."""
     parts: Sequence[ModuleRows]
     """Rows of the linear layer by module, in order."""
     joined: Linear | None = None
@@ -52,11 +52,11 @@ class AdaptedProduct:
 
     @property
     def rank(self) -> int:
-        """Rows of A per module. Smaller adapters are padded with zeros."""
+        """Number of rows of A per module. Adapters of a smaller rank are padded with zeros."""
         return self.b.shape[2]
 
     def joined_slots(self, slots: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """Return each of the slots, with the rows of `joined` that hold its A."""
+        """Yield each of the slots with the rows of `joined` that contain the slot's A."""
         assert self.joined is not None
         assert isinstance(self.joined.weight, Tensor)
         appended = self.joined.weight[self.out_features :].view(self.a.shape)
@@ -67,26 +67,27 @@ class Shrunk(NamedTuple):
     """Intermediate result x A^T of rows with an adapter."""
 
     sums: Tensor
-    """float32, in the kernels' layout. The next linear layer overwrites them."""
+    """float32: x A^T in the kernels' layout. The next linear layer overwrites the sums."""
     squares: Tensor
-    """float32: sums of squares of x, if x was not normed yet."""
+    """float32: sum of squares of each row of x, if x was not normed yet."""
     normed: int
-    """Row length of x if the sums are still to be normed. 0 means that the rows were normed."""
+    """Number of elements per row of x if the norm's factor is still to be applied to the sums. 0 means that x was normed."""
     eps: float
 
 
 class AdapterInMemory(NamedTuple):
-    """An adapter on the host in the layout of a slot; a HostAdapter."""
+    """An adapter on the host in the layout of a slot. Implements HostAdapter."""
 
     digest: bytes
     flat: Tensor
-    """[elements of a slot], on the host."""
+    """[elements of a slot]: matrices of the adapter, on the host."""
 
 
 class AdapterBank:
     """Adapters of one decoder on one rank; see `ModelAdapters`.
 
-    A slot is contiguous memory, so that an adapter is loaded in one copy. Each linear layer's A and B have fixed places in it.
+    A slot is contiguous memory, so that an adapter is loaded in one copy. Each linear layer's A and B have fixed places in a
+    slot.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class AdapterBank:
     ) -> None:
         """Allocate the slots.
 
-        linears: linear layers with an origin. rank_multiple: ranks are rounded up to this in memory; a power of two or 1.
-            dtype: type of the layers' inputs. joins: True allows appending the A of all slots to a weight, if they are few rows.
+        linears: linear layers with an origin. rank_multiple: multiple to which ranks are rounded up in memory; a power of two or
+        1. dtype: type of the layers' inputs. joins: True to append the A of all slots to a weight if that adds few rows.
         """
         self.num_slots, self.max_rank = num_slots, max_rank = slots
         self._rank = max_rank if rank_multiple == 1 else max(rank_multiple, 1 << (max_rank - 1).bit_length())
@@ -154,9 +155,9 @@ class AdapterBank:
 
     @torch.inference_mode()
     def read(self, request: LoRARequest) -> AdapterInMemory:
-        """Read an adapter; with several ranks, only this rank's shard.
+        """Read an adapter. With several ranks, only this rank's shard is read.
 
-        :raises ConfigError: if the adapter is not supported; the message says what and why.
+        :raises ConfigError: if the adapter is not supported. The message says what is not supported, and why.
         """
         folder = self._of_this_model(read_folder(request))
         if folder.rank > self.max_rank:
@@ -170,7 +171,7 @@ class AdapterBank:
 
     @torch.inference_mode()
     def drawn(self, seed: int) -> AdapterInMemory:
-        """Return an adapter of small random numbers instead of one that was read, for measurements."""
+        """Return an adapter of small random numbers, for measurements without a real adapter."""
         draw, pinned = torch.Generator().manual_seed(seed), self._device.type == "cuda"
         flat = torch.empty(self._memory.shape[1], dtype=self._memory.dtype, pin_memory=pinned)
         return AdapterInMemory(b"drawn %d" % seed, flat.normal_(0, _STD, generator=draw))
@@ -186,7 +187,7 @@ class AdapterBank:
 
 
 def _sizes(linear: Linear, origin: ProductOrigin, rank: int) -> tuple[int, int]:
-    """Return the elements of a linear layer's A and B in a slot. Both start at multiples of 16 bytes."""
+    """Return the number of elements of a linear layer's A, and of its B, in a slot. A and B start at multiples of 16 bytes."""
     return _rounded(len(origin.modules) * rank * linear.in_features), _rounded(linear.out_features) * rank
 
 
@@ -209,7 +210,7 @@ def _parts(origin: ProductOrigin, out_features: int) -> list[ModuleRows]:
 
 
 def _fill(origin: ProductOrigin, folder: AdapterFolder, a: Tensor, b: Tensor) -> None:
-    """Write a linear layer's A and B. a: [modules * rank, in_features]. b: [out_features, rank]. Both must be zeros.
+    """Write a linear layer's A and B. a: [modules * rank, in_features]. b: [out_features, rank]. a and b must be zeros.
 
     :raises ConfigError: if a tensor's shape does not match the base model.
     """
@@ -233,7 +234,7 @@ def _fill(origin: ProductOrigin, folder: AdapterFolder, a: Tensor, b: Tensor) ->
 
 
 def _held(axis: Axis) -> Tensor | None:
-    """Return the indices of an axis that the rank holds. None means all."""
+    """Return the indices along an axis that the rank holds. None means all."""
     return None if axis.is_whole else torch.tensor(axis.pick(range(axis.whole)))
 
 

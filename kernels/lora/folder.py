@@ -1,4 +1,4 @@
-"""Reader of LoRA adapter folders written by peft, which refuses by name whatever a decoder here does not support."""
+"""Reader of LoRA adapter folders written by peft. Its errors name everything that Headway's decoders do not support."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OTHERS: Final = {
     "modules_to_save": "adapters alone, got a module that was trained whole (modules_to_save)",
     ".bias": "products without biases of their own, got one that was trained (bias or lora_bias)",
 }
-"""Parts of names of unsupported tensors -> what is needed, and what was got."""
+"""Part of an unsupported tensor's name -> texts of what is needed and what was got."""
 _REFUSED: Final = {
     "use_dora": "DoRA, whose magnitudes depend on the merged weights",
     "lora_bias": "biases beside the products of low rank",
@@ -45,7 +45,7 @@ _REFUSED: Final = {
     "arrow_config": "a router over adapters (Arrow)",
     "kasa_config": "singular values beside the products of low rank (KaSA)",
 }
-"""peft options that make an adapter unsupported, unless they are off -> what they mean."""
+"""peft option that makes an adapter unsupported unless it is off -> meaning of the option, for messages."""
 _CHANGED_BASES: Final = ("pissa", "olora", "corda", "lora_ga")
 """Prefixes of init_lora_weights that change the base model's weights too."""
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
@@ -60,34 +60,34 @@ class LowRank:
     a: Tensor
     """[rank, in_features], float32 or half precision, on the CPU."""
     b: Tensor
-    """[out_features, rank]"""
+    """[out_features, rank], float32 or half precision, on the CPU."""
     scale: float
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Content of an adapter folder, checked as far as possible without the model."""
+    """Contents of an adapter folder, validated as far as possible without the model."""
 
     name: str
     low_ranks: Mapping[str, LowRank]
-    """Updates by module name, as in the base model's checkpoint."""
+    """Module name in the base model's checkpoint -> update of the module."""
     targets: Sequence[str]
     """Suffixes of the module names that the adapter declares. Empty if it does not declare any."""
     all_layers: bool
     """True if the adapter covers every layer."""
     digest: bytes
-    """Hash of the bytes of both files."""
+    """Hash of the bytes of the adapter's configuration and weights files."""
 
     @property
     def rank(self) -> int:
-        """Largest rank of a module."""
+        """Largest rank among the adapter's modules."""
         return max(len(each.a) for each in self.low_ranks.values())
 
 
 def read_folder(request: LoRARequest) -> AdapterFolder:
     """Read an adapter.
 
-    :raises ConfigError: if there is no adapter of peft, or its kind is not supported; the message says which.
+    :raises ConfigError: if the folder is not a peft adapter, or the kind of adapter is not supported. The message says which.
     """
     name, folder = f"adapter {request.lora_name}", _found(request)
     config = _config(name, folder)
@@ -111,7 +111,7 @@ def read_folder(request: LoRARequest) -> AdapterFolder:
 
 
 def _found(request: LoRARequest) -> Path:
-    """Return the folder of an adapter, from a path or a hub."""
+    """Return the folder of an adapter, which is given as a path or a hub ID."""
     name = f"adapter {request.lora_name}"
     try:
         path = Path(request.lora_path).expanduser()
@@ -132,7 +132,7 @@ def _found(request: LoRARequest) -> Path:
 def _fetched(hub_id: str) -> Path:
     """Download an adapter from a hub.
 
-    :raises OSError, ValueError: if it is not an id, or the hub does not provide it.
+    :raises OSError, ValueError: if `hub_id` is not a valid ID, or the hub does not provide the adapter.
     """
     if not _HUB_ID.fullmatch(hub_id):
         raise ValueError(hub_id)
@@ -155,7 +155,7 @@ def _config(name: str, folder: Path) -> Mapping[str, Any]:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Check the configuration.
+    """Check an adapter's configuration.
 
     :raises ConfigError: if the kind of adapter is not supported, or a number is invalid.
     """
@@ -205,9 +205,9 @@ def _tensors(name: str, folder: Path) -> Mapping[str, Tensor]:
 
 
 def _module_of(name: str, stored: str) -> tuple[str, str]:
-    """Return the module of a tensor, and which half (A or B) it is.
+    """Return the name of a tensor's module, and the tensor's half (A or B) of the update.
 
-    :raises ConfigError: if it is another kind of tensor.
+    :raises ConfigError: if the tensor is of a different kind.
     """
     found = _HALF.fullmatch(stored)
     if found is not None and "modules_to_save" not in stored:
@@ -231,7 +231,7 @@ def _low_rank(name: str, module: str, both: Mapping[str, Tensor], config: Mappin
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name, like peft, else the default."""
+    """Return the value of the first pattern that matches the end of a module's name, as peft does, else the default `usual`."""
     for pattern, value in (patterns or {}).items():
         try:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
@@ -253,7 +253,7 @@ def _digest(folder: Path) -> bytes:
 def check_targets(folder: AdapterFolder, modules: Iterable[str]) -> None:
     """Check an adapter's modules against a model.
 
-    modules: modules of the model's linear layers.
+    modules: names of the modules in the model's linear layers.
     :raises ConfigError: if the model does not have a module, or a tensor is missing.
     """
     known = set(modules)
@@ -277,7 +277,7 @@ def check_targets(folder: AdapterFolder, modules: Iterable[str]) -> None:
 
 
 def _unsupported(module: str) -> str:
-    """Describe an unsupported module, with the reason if it is known."""
+    """Return a description of an unsupported module, with the reason if it is known."""
     end = module.rpartition(".")[2]
     if end in ("lm_head", "embed_tokens", "wte", "embed_out"):
         return f"{module}: adapters of the embedding and of the output head are not supported"

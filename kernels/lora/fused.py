@@ -19,17 +19,17 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Norm
 
 _BLOCK_M = 64
-"""Rows per tile, whatever their number, so that a row's bits do not depend on it."""
+"""Rows per tile for any number of rows, so that a row's bits do not depend on that number."""
 _MOST_SPLITS = 16
 _FEWEST_COLUMNS = 512
 """Minimum columns per program of `shrink_rows`: with few rows, only slots and splits fill the GPU."""
 _MOST_SHRUNK = 64
 _WIDE = 128
-"""Columns that one GEMM of `expand_rows` sums over: the ranks of several slots, or a part of one slot's ranks."""
+"""Number of columns that one GEMM of `expand_rows` sums over: ranks of several slots, or a part of one slot's ranks."""
 _BLOCK_N = 64
 _BLOCK_K = 128
 _LONGEST = 8192
-"""Maximum elements of a row that one program norms."""
+"""Maximum number of elements in a row that one program norms."""
 _FEWEST = 16
 """Minimum columns per program."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -85,7 +85,7 @@ class FusedAdditions:
         return y, low
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
-        """Add in two launches, or in one after `normed`."""
+        """Add the adapters' output to y in two launches, or in one after `normed`."""
         rows = x.shape[0]
         if rows:
             low = low or self._shrink(x, product, slots)
@@ -108,7 +108,7 @@ class FusedAdditions:
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
     ) -> Tensor | None:
-        """Add in as many launches as `add`. None if modules do not start at multiples of a program's columns."""
+        """Add in the same number of launches as `add`. None if modules do not start at multiples of a program's columns."""
         rows, size, block = x.shape[0], product.out_features // 2, self._blocks[product][1]
         if block < _FEWEST:
             return None
@@ -121,7 +121,7 @@ class FusedAdditions:
     def _launch_gated(
         self, product: AdaptedProduct, low: Shrunk, both: Tensor, slots: Tensor, activation: Activation, y: Tensor
     ) -> None:
-        """Launch `expand_gated`. low: its sums may be `both`, where they follow the linear layer's columns."""
+        """Launch `expand_gated`. low: its sums may be `both` itself, in which they follow the linear layer's columns."""
         (rows, size), block = y.shape, self._blocks[product][1]
         launch = self._launcher("gated", product, low.normed, both.dtype, block, activation, joined=low.sums is both)
         modules = self._modules_of(product, block, size)
@@ -139,7 +139,7 @@ class FusedAdditions:
         )
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """Add in one launch."""
+        """Add the adapters' output in one launch."""
         rows, block = both.shape[0], self._blocks[product][0]
         y = torch.empty(rows, product.out_features, dtype=both.dtype, device=self._device) if add_to is None else add_to
         if rows:
@@ -151,7 +151,7 @@ class FusedAdditions:
         return y
 
     def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """Add in one launch. None if modules do not start at multiples of a program's columns."""
+        """Add and activate in one launch. None if modules do not start at multiples of a program's columns."""
         rows, size = both.shape[0], product.out_features // 2
         if self._blocks[product][1] < _FEWEST:
             return None
@@ -208,7 +208,7 @@ class FusedAdditions:
         return launch
 
     def _modules_of(self, product: AdaptedProduct, block: int, size: int) -> Tensor:
-        """Return int32: the module of each block of columns. For gate and up of `size` columns each, those of up follow."""
+        """Return int32: module of each block of columns. With gate and up of `size` columns each, up's blocks come second."""
         key = product, size
         known = self._modules.get(key)
         if known is None:
@@ -219,7 +219,7 @@ class FusedAdditions:
 
 
 def _dot(dtype: torch.dtype) -> dict[str, object]:
-    """Return the types of tl.dot: float32 stays exact, and the interpreter would multiply the raw bits of bfloat16."""
+    """Return constants with the types of tl.dot. float32 stays exact; the interpreter would multiply the raw bits of bfloat16."""
     return {"DOT": tl.float32 if INTERPRETED else _TYPES[dtype], "PRECISION": "ieee"}
 
 
@@ -228,7 +228,7 @@ class _ShrinkTiling(NamedTuple):
 
     in_features: int
     width: int
-    """Rows of A: modules * rank."""
+    """Number of rows of A: modules * rank."""
     split: int
     """Columns per program (split-K)."""
     block: int
@@ -236,12 +236,12 @@ class _ShrinkTiling(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """Programs that split a sum over K."""
+        """Number of programs that split a sum over K."""
         return -(-self.in_features // self.split)
 
     @property
     def tiles(self) -> int:
-        """Programs along the rows of A."""
+        """Number of programs along the rows of A."""
         return -(-self.width // self.block)
 
 
@@ -261,7 +261,7 @@ def _shrink_sizes(product: AdaptedProduct, tiling: _ShrinkTiling) -> dict[str, o
 
 
 def _block_n(product: AdaptedProduct) -> tuple[int, int]:
-    """Return the columns per program, which must belong to one module, for `expand_rows` and for `expand_gated`.
+    """Return the number of columns per program for `expand_rows`, and for `expand_gated`. They must belong to one module.
 
     :raises ModelError: if modules do not start at multiples of 16 rows.
     """

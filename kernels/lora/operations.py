@@ -23,55 +23,52 @@ log = logging.getLogger("headway")
 
 
 RANK_MULTIPLE = 16
-"""Columns that a tensor-core instruction sums over; ranks are rounded up to a multiple."""
+"""Number of columns that a tensor-core instruction sums over. Ranks are rounded up to a multiple of it."""
 
 
 class Additions(Protocol):
-    """Additions of rows' adapters to linear layers. Methods with a body are defaults that leave the work to the operations."""
+    """Adds outputs of rows' adapters to linear layers. Methods with a body are defaults that leave the work to `Operations`."""
 
     def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
-        """Norm x before a linear layer, and compute the first half of the adapters' additions. None leaves the norm to the
-        operations.
-        """
+        """Norm x before a linear layer, and compute the first half of the adapters' additions. None leaves it to `Operations`."""
         return None
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
         """Return y [rows, out_features] plus (x A^T) B^T of each row's slot, in place. Rows without a slot stay unchanged.
 
-        x: [rows, in_features], contiguous, the linear layer's input. slots: int32 [rows]. low: result of `normed`, if it has run.
+        x: [rows, in_features], contiguous, the linear layer's input. slots: int32 [rows]. low: result of `normed`, if that has
+        run.
         """
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """Return the linear layer's output [rows, out_features] plus adapters; added to `add_to` in place if given.
+        """Return the linear layer's output [rows, out_features] plus adapters, added in place to `add_to` if given.
 
-        both: output of `AdaptedProduct.joined`, x W^T and x A^T side by side.
+        both: output of `AdaptedProduct.joined`: x W^T, followed by x A^T in the same rows.
         """
 
     def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """Return what `activated` does, for the `both` of `joined`."""
+        """Return the same result as `activated`. both: as for `joined`."""
         return None
 
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
     ) -> Tensor | None:
-        """Add adapters to gate and up, both: [rows, out_features], and return activation(gate) * up.
+        """Add adapters to gate and up, and return activation(gate) * up. both: [rows, out_features], gate before up.
 
-        None leaves this to the operations; nothing was added then.
+        Returns None, with nothing added, to leave this to `Operations`.
         """
         return None
 
 
 class PlainAdditions(Additions):
-    """Additions by torch, only to rows with an adapter. The host reads the rows' slots, so CUDA graphs cannot capture this."""
+    """Additions by torch, only to rows with an adapter. The host reads the rows' slots, so CUDA graphs cannot capture them."""
 
     def __init__(self, tile_rows: int | None = None) -> None:
-        """Prepare the additions. tile_rows: rows of every GEMM in deterministic mode (see `InvariantOperations`); None means
-        any.
-        """
+        """Prepare the additions. tile_rows: rows per GEMM in deterministic mode (see `InvariantOperations`); None means any."""
         self._tile_rows = tile_rows
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: object = None) -> Tensor:
-        """Return y with what each row's adapter adds, in place.
+        """Return y plus the output of each row's adapter, in place.
 
         y: [rows, out_features]. x: [rows, in_features], the linear layer's input. slots: int32 [rows].
         """
@@ -105,17 +102,17 @@ class PlainAdditions(Additions):
 
 
 class AdaptedOperations:
-    """Operations of a decoder with a bank of adapters.
+    """Decoder operations that add the adapters of a bank.
 
     If no row has an adapter, the inner operations are used unchanged. Otherwise, a linear layer is computed separately, with the
     inner norm before it and the inner activation or rotary embedding after it, and adapters are added in between: they read the
     linear layer's input, and the activation reads the sum. All rows of a step take this path. A row without an adapter therefore
-    keeps the inner operations' bits wherever these are not fused by more than a rounding between them.
+    has the same bits as with the inner operations, unless these fuse operations without rounding between them.
     """
 
     def __init__(self, inner: Operations, bank: AdapterBank, additions: Additions, always: bool = False) -> None:
-        """Wrap `inner`. additions: additions of the device. always: use the adapters' path in every step, so that bits do not
-        depend on it.
+        """Wrap `inner`. additions: implementation for the device. always: True to use the adapters' path in every step, so that
+        bits do not depend on the choice of path.
         """
         self._inner = inner
         self._bank = bank
@@ -143,7 +140,7 @@ class AdaptedOperations:
         return self._inner.linear_choices(products)
 
     def _adapted(self, x: Tensor, linear: Linear) -> tuple[AdaptedProduct, Tensor] | None:
-        """Return the slots of a linear layer, and each row's slot. None if no row has an adapter, or the layer supports none."""
+        """Return a layer's slots and each row's slot. None if no row has an adapter, or the layer does not support adapters."""
         product = self._bank.products.get(linear)
         if product is None:
             return None
@@ -182,7 +179,7 @@ class AdaptedOperations:
         return y if out is None else out.copy_(y)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """Return norm, linear layer plus adapters, and activation."""
+        """Return the result of norm, linear layer plus adapters, and activation."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_product(x, norm, linear, activation)
@@ -190,7 +187,7 @@ class AdaptedOperations:
         return y if activation is None else self._inner.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """Return norm, linear layer plus adapters, and gated activation."""
+        """Return the result of norm, linear layer plus adapters, and gated activation."""
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_gated_product(x, norm, linear, activation)
@@ -227,7 +224,7 @@ class AdaptedOperations:
         return self._additions.add(self._inner.add_product(residual, x, linear), x, product, slots)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """Return residual + linear layers plus adapters, added one by one if any has adapters."""
+        """Return residual + linear layers plus adapters. Layers are added one by one if any of them has adapters."""
         if all(self._adapted(x, linear) is None for x, linear in terms):
             return self._inner.add_products(residual, terms)
         return add_one_by_one(self, residual, terms)
@@ -236,9 +233,9 @@ class AdaptedOperations:
 def adapted_operations(
     inner: Operations, linears: Iterable[Linear], slots: AdapterSlots, dtype: torch.dtype, tile_rows: int | None
 ) -> tuple[Operations, AdapterBank]:
-    """Wrap operations so that rows may have adapters, and allocate the slots.
+    """Return operations for rows with adapters, which wrap `inner`, and the bank, with its slots allocated.
 
-    linears: linear layers of the decoder. tile_rows: rows of every GEMM in deterministic mode; None means any.
+    linears: the decoder's linear layers. tile_rows: rows of every GEMM in deterministic mode; None means any.
     :raises ModelError: if a GPU has no Triton, or no linear layer supports adapters.
     """
     adaptable = [linear for linear in linears if linear.origin is not None]

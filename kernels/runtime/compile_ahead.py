@@ -15,7 +15,7 @@ from headway.core.contract.kernel import CompileAhead
 
 
 def compile_ahead(device: torch.device) -> CompileAhead | None:
-    """Return the context that compiles a device's kernels in parallel, or None if the device needs no compilation."""
+    """Return a context that compiles a device's kernels in parallel, or None if the device needs no compilation."""
     if device.type != "cuda":
         return None
     try:
@@ -41,8 +41,8 @@ def compile_with_triton() -> Iterator[None]:
 class BuildLaunchers(Executor):
     """Threads that compile a Triton kernel together with its launcher.
 
-    Some releases of Triton compile the launcher with a C compiler at the first launch, a third of a second each. The launcher is
-    cached on disk next to the kernel, where the first launch finds it.
+    Some releases of Triton compile the launcher with a C compiler at the kernel's first launch, which takes a third of a second
+    per kernel. These threads compile it earlier and cache it on disk next to the kernel, where the first launch finds it.
     """
 
     def __init__(self, pool: Executor) -> None:

@@ -30,7 +30,7 @@ class BoundOperator:
     call: Any
     """Operator overload. Arguments are passed by position."""
     place: dict[str, int]
-    """Position of each argument, by the name that the caller uses."""
+    """Name by which the caller passes an argument -> position of the argument."""
     at_rest: tuple[Any, ...]
     """Default value for each position: the declared default, or a value that disables the argument."""
 
@@ -45,9 +45,9 @@ class BoundOperator:
     ) -> BoundOperator:
         """Bind an operator by its schema.
 
-        needed: arguments that the operator must have. given: arguments that the caller always passes if the operator has
-            them. at_rest: values that disable an argument which declares no default; optional arguments are disabled by None.
-            other_names: map from a release's argument name to the caller's name.
+        needed: names of arguments that the operator must have. given: names of arguments that the caller always passes if the
+        operator has them. at_rest: values that disable arguments without a declared default; optional arguments are disabled by
+        None. other_names: map from a release's argument name to the caller's name.
         :raises BackendError: if a needed argument is missing, or the operator requires an argument that Headway does not know.
         """
         place, values, unknown = {}, [], []
@@ -71,7 +71,7 @@ class BoundOperator:
     def arguments(self, **given: Any) -> list[Any]:
         """Return all arguments in order, with defaults for those that are not given.
 
-        :raises KeyError: if the operator has no such argument.
+        :raises KeyError: if the operator does not have a given argument.
         """
         values = list(self.at_rest)
         for name, value in given.items():
@@ -84,7 +84,7 @@ class BoundOperator:
 
 
 SECONDS = 120
-"""Timeout of the trial in seconds. Importing torch and reading 150 MB of kernels from a cold disk takes most of it."""
+"""Timeout of the trial, in seconds. On a cold disk, most of the time is for importing torch and reading 150 MB of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +109,16 @@ class LibraryCandidate:
 
 @dataclass(frozen=True, slots=True)
 class LibrarySearch:
-    """Search for one compiled library: where to look, and how to try what is found."""
+    """Search for one compiled library: the places to look in, and the trial of each library found there."""
 
     name: str
     """Name of the library, for messages and for the file of cached verdicts."""
     variable: str
     """Environment variable with the path of a compiled library. If it is set, the packages are not searched."""
     homes: tuple[Home, ...]
-    """Packages that contain the library, in the order of preference."""
+    """Packages that may contain the library, in order of preference."""
     child: str
-    """Module that the child process runs to load and try a library."""
+    """Name of the module that the child process runs to load and try a library."""
 
     @property
     def hint(self) -> str:
@@ -157,8 +157,8 @@ class LibrarySearch:
     def first(self, what: str, need: str, load: Callable[[LibraryCandidate, str], T]) -> tuple[T | None, Support]:
         """Return the result of `load` for the first library that works, or (None, the reason why each library failed).
 
-        what, need: the library and the requirement, for messages. load: called with the namespace that the child process
-            reported. It may raise OSError or BackendError if this process has loaded another build with the same name.
+        what, need: names of the library and of the requirement, for messages. load: called with the namespace that the child
+        process reported. It may raise OSError or BackendError if this process has loaded another build with the same name.
         """
         refused = YES
         for candidate in self.candidates():
@@ -201,7 +201,7 @@ def _folders(package: str) -> list[Path]:
 
 
 def ask(command: Sequence[str]) -> dict[str, str]:
-    """Run the child process and return its verdict. A crash or a timeout becomes {"error": ...}."""
+    """Run the child process and return its verdict. The verdict of a crash or a timeout is {"error": ...}."""
     try:
         with Child(command) as child:
             return {str(name): str(text) for name, text in child.answer(SECONDS).items()}

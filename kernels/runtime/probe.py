@@ -1,4 +1,4 @@
-"""Capability checks: functions of libraries, found by importing them instead of by version, and the GPU's compute capability."""
+"""Capability checks: library functions (found by importing them, not by version numbers), and the GPU's compute capability."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) -> tuple[Any, Support]:
     """Import a function and check its parameters. Return (function, support), or (None, the reason).
 
-    The function is imported because an installed package does not prove that it exists: a package without its compiled part is
-    still listed as installed, and flash-attn-4 leaves a folder `flash_attn` that is not flash-attn 2.
+    The function is imported because an installed package does not prove that the function exists: a package without its compiled
+    part is still listed as installed, and flash-attn-4 leaves a folder `flash_attn` that is not flash-attn 2.
     """
     try:
         found = getattr(import_module(module), name)
@@ -37,7 +37,8 @@ def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) ->
 def declares(module: str, name: str, hint: str, parameters: Collection[str]) -> Support:
     """Return whether a module's source declares a function with these parameters, without importing the module.
 
-    For slow imports: torch.nn.attention.varlen imports torch's compiler, which takes 0.5 to 1 s of every start.
+    This is for modules whose import is slow: torch.nn.attention.varlen imports torch's compiler, which takes 0.5 to 1 s at each
+    start.
     """
     if module in sys.modules:
         return find(module, name, hint, parameters)[1]
@@ -75,7 +76,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def at_least(needed: tuple[int, int], device: torch.device) -> Support:
-    """Return whether the device's compute capability is at least `needed`. True if the capability is unknown."""
+    """Return whether the device's compute capability is at least `needed`. It counts as sufficient if unknown."""
     found = capability(device)
     if found is None or found >= needed:
         return YES

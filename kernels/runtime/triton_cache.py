@@ -29,7 +29,7 @@ def use_kernel_cache() -> None:
 class KernelCache(FileCacheManager):  # type: ignore[misc]
     """Cache manager for the files of one compilation, with three differences from Triton's own manager.
 
-    Files are found next to the list that names them, so the folder may be moved. Files whose content does not match the stored
+    Files are looked up next to the list of their names, so the folder may be moved. Files whose content does not match the stored
     digest count as missing. If the folder is not writable, files go to a temporary folder of this process, with a warning.
     """
 
@@ -66,7 +66,7 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
         return {name: str(path) for name, path in paths.items()} if whole else None
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
-        """Record that files form a group, with a digest of each."""
+        """Record that files form a group, with a digest of each file. Return the path of the record."""
         digests = {name: _digest(Path(path).read_bytes()) for name, path in group.items()}
         return self.put(json.dumps({"digests": digests}), f"__grp__{filename}")
 

@@ -16,13 +16,13 @@ from headway.core.contract.support import YES, Support
 INTERPRETED = bool(knobs.runtime.interpret)
 """True if kernels run under Triton's interpreter, that is, TRITON_INTERPRET=1 was set when triton was imported."""
 PDL_CAPABILITY = (9, 0)
-"""Lowest compute capability with programmatic dependent launch (PDL): a kernel may start before its predecessors have ended."""
+"""Minimum compute capability for programmatic dependent launch (PDL): a kernel may start before its predecessors have ended."""
 
 Grid = tuple[int, int, int]
 
 
 class Compiled:
-    """One compiled kernel, launched with little more host time than the driver's own (docs/kernels.md)."""
+    """One compiled kernel, whose launch takes little more host time than the driver itself needs (docs/kernels.md)."""
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
         self._kernel = kernel
@@ -31,8 +31,8 @@ class Compiled:
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Launch on the current stream.
 
-        arguments: arguments in the kernel's order. A tensor may be replaced by its address, which saves the launcher a Python
-            call and a pointer lookup in the driver.
+        arguments: all arguments in the kernel's order. Passing a tensor's address instead of the tensor saves the launcher a
+        Python call and a pointer lookup in the driver.
         """
         kernel = self._kernel
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler is attached
@@ -47,13 +47,13 @@ class BoundKernel:
     """A compiled kernel with its grid and all arguments bound except the first few, shared by the layers of one step."""
 
     def __init__(self, compiled: Compiled, grid: Grid, rest: Sequence[Any]) -> None:
-        """Bind the arguments that follow those of `__call__`. The caller keeps the tensors in `rest` alive."""
+        """Bind the arguments that follow those of `__call__`. The caller must keep the tensors in `rest` alive."""
         self._compiled = compiled
         self._grid = grid
         self._rest = tuple(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in rest)
 
     def __call__(self, *first: Any) -> None:
-        """Launch with the first arguments, as addresses or tensors."""
+        """Launch the kernel. first: its first arguments, as addresses or tensors."""
         self._compiled(self._grid, *first, *self._rest)
 
 
@@ -80,8 +80,8 @@ class Launcher:
     ) -> BoundKernel | None:  # fmt: skip
         """Run the kernel like `__call__` and return a `BoundKernel`.
 
-        None if nothing was launched by address: under the interpreter, and while kernels are compiled ahead. first, rest: all
-        arguments. pointers: the addresses of `first`, with which the bound kernel is launched.
+        Returns None if nothing was launched by address: under the interpreter, and while kernels are compiled ahead. first, rest:
+        all arguments of the kernel. pointers: the addresses of `first`, with which the bound kernel is launched.
         """
         known = self.known(key)
         if known is None:
@@ -150,7 +150,7 @@ class Launchers:
         self._known: dict[Hashable, FixedLauncher] = {}
 
     def get(self, kernel: Any, num_warps: int, constants: Mapping[str, Any]) -> FixedLauncher:
-        """Return the launcher for a kernel and its constants. The kernel must live as long as its module."""
+        """Return the launcher for a kernel and its constants. The kernel must not be freed before its module."""
         key = id(kernel), num_warps, *constants.values()
         launcher = self._known.get(key)
         if launcher is None:
@@ -168,7 +168,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def aligned(*pointers: int) -> bool | tuple[bool, ...]:
-    """Return which addresses are 16-byte aligned, as Triton specialises on this. True means all of them."""
+    """Return True if all addresses are 16-byte aligned, else a tuple with True for those that are. Triton specialises on it."""
     together = 0
     for pointer in pointers:
         together |= pointer
@@ -176,7 +176,7 @@ def aligned(*pointers: int) -> bool | tuple[bool, ...]:
 
 
 def specialised(*numbers: int) -> tuple[object, ...]:
-    """Return the properties of each integer that Triton specialises on: equal to 1, multiple of 16, fits 32 bits."""
+    """Return the properties of each integer that Triton specialises on: equality to 1, divisibility by 16, size in bits."""
     return tuple(number == 1 or (number % 16 == 0, -(2**31) <= number < 2**31) for number in numbers)
 
 
@@ -193,7 +193,7 @@ def launches_early(device: torch.device) -> bool:
 
 
 class Workspace:
-    """Buffers for partial results that grow on demand. Outgrown buffers stay allocated, because a captured graph may still use
+    """Buffers for partial results, which grow on demand. Outgrown buffers stay allocated, because captured graphs may still use
     them.
     """
 
@@ -204,14 +204,14 @@ class Workspace:
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
 
     def floats(self, count: int) -> Tensor:
-        """Return a buffer of at least `count` float32, not initialised."""
+        """Return an uninitialised buffer of at least `count` float32 values."""
         if self._floats.numel() < count:
             self._kept.append(self._floats)
             self._floats = torch.empty(max(count, 2 * self._floats.numel()), device=self._device)
         return self._floats
 
     def counters(self, count: int) -> Tensor:
-        """Return a buffer of at least `count` int32 that are zero between launches."""
+        """Return a buffer of at least `count` int32 counters, which are zero between launches."""
         if self._counters.numel() < count:
             self._kept.append(self._counters)
             size = max(count, 2 * self._counters.numel())

@@ -1,8 +1,8 @@
 """vLLM's kernel library `_C_stable_libtorch`: search, trial in a child process, loading, and binding of its operators.
 
-The library uses torch's stable ABI, so it loads without vLLM and into other releases of torch. A library built for another torch
-may still crash the process that loads it. `python -m headway.kernels.runtime.vllm_library PATH` therefore loads a library, calls
-it once, and prints one line of JSON. The trial is a GEMM whose result does not depend on the weight's layout.
+The library uses torch's stable ABI, so it loads without vLLM and with different releases of torch. A library built for a
+different release may still crash the process that loads it. `python -m headway.kernels.runtime.vllm_library PATH` therefore loads
+a library, calls it once, and prints one line of JSON. The trial is a GEMM whose result does not depend on the weight's layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headway.kernels.runtime.probe import has_gpu
 
 
 def scalar_type(exponent: int, mantissa: int, signed: bool, bias: int = 0, finite: bool = False, nan: int = 1) -> int:
-    """Return vLLM's integer id of an element type: bit fields of 8, 8, 1, 32, 1 and 8 bits, starting at the lowest bit.
+    """Return vLLM's integer ID of an element type: bit fields of 8, 8, 1, 32, 1 and 8 bits, starting at the lowest bit.
 
     nan: encoding of NaN. 0 means no NaN, 1 means as in IEEE 754, 2 means all bits set.
     """
@@ -32,9 +32,9 @@ def scalar_type(exponent: int, mantissa: int, signed: bool, bias: int = 0, finit
 
 
 INT4: Final = scalar_type(0, 4, signed=False)
-"""Type id of 4-bit unsigned integers with zero points."""
+"""Type ID of 4-bit unsigned integers with zero points."""
 INT4_LESS_8: Final = scalar_type(0, 4, signed=False, bias=8)
-"""Type id of 4-bit unsigned integers from which 8 is subtracted."""
+"""Type ID of 4-bit unsigned integers from which 8 is subtracted."""
 FLOAT8: Final = scalar_type(4, 3, signed=True, finite=True, nan=2)
 FLOAT4: Final = scalar_type(2, 1, signed=True, finite=True, nan=0)
 
@@ -51,7 +51,7 @@ NAMESPACE: Final = "_C"
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Known arguments of one operator, with the meaning of `BoundOperator.of`."""
+    """Known arguments of one operator. The fields have the same meaning as the arguments of `BoundOperator.of`."""
 
     needed: frozenset[str]
     given: frozenset[str] = frozenset()
@@ -71,14 +71,14 @@ SIGNATURES: Final = {
     "cutlass_scaled_mm_supports_fp8": Signature(frozenset({"cuda_device_capability"})),
     "cutlass_scaled_mm_supports_block_fp8": Signature(frozenset({"cuda_device_capability"})),
 }
-"""Operators that Headway calls. An operator that requires an argument not listed here is not used."""
+"""Name of each operator that Headway calls -> its signature. An operator that requires any other argument is not used."""
 _SUFFIX: Final = "_or_none"
-"""Suffix that some releases append to the names of optional arguments."""
+"""Suffix that some releases of vLLM append to the names of optional arguments."""
 
 
 @cache
 def find_library() -> Support:
-    """Load the first library that works, unless one is loaded already, and return whether that succeeded."""
+    """Load the first library that works, unless a library is already loaded. Return whether a library is loaded."""
     if registered():  # by vLLM itself, which runs in this process
         return YES
     here = has_gpu()
@@ -92,13 +92,13 @@ def find_library() -> Support:
 
 
 def registered() -> list[str]:
-    """Return the names of the used operators that are registered in torch."""
+    """Return the names of the operators in SIGNATURES that are registered in torch."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas()}
     return [name for name in SIGNATURES if f"{NAMESPACE}::{name}" in names]
 
 
 def bind(*names: str) -> tuple[dict[str, BoundOperator], Support]:
-    """Bind operators of the library. Return ({}, the reason) if one is missing or its schema is unknown."""
+    """Bind operators of the library. Return ({}, the reason) if an operator is missing or its schema is unknown."""
     support = find_library()
     if not support:
         return {}, support
@@ -119,7 +119,7 @@ def bind(*names: str) -> tuple[dict[str, BoundOperator], Support]:
 
 
 def examine(path: str) -> dict[str, str]:
-    """Try a library: {"namespace": ...} if it loads and its GEMM is correct, else {"error": the reason}."""
+    """Try a library. Return {"namespace": ...} if it loads and its GEMM is correct, else {"error": the reason}."""
     try:
         torch.ops.load_library(path)
     except OSError as error:

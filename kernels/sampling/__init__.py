@@ -1,8 +1,7 @@
 """Triton kernels for sampling on CUDA devices: greedy, temperature, top_k, top_p, min_p and verification of draft tokens.
 
-Unlike FlashInfer's kernels, they make a token depend only on its row's logits, filters and key. Probability masses are added as
-integers, and noise is a hash of key and column. The batch and the path of a step (eager, graph, verify) therefore do not change
-it.
+Unlike FlashInfer's kernels, a token depends only on its row's logits, filters and key. Probability masses are added as integers,
+and noise is a hash of key and column. The batch and the path of a step (eager, graph, verify) therefore do not change the token.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ log = logging.getLogger("headway")
 
 
 def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead | None = None) -> SamplingOps:
-    """Return the fastest sampling operations for a device: Triton kernels on CUDA, else torch's operations.
+    """Return the fastest sampling operations for a device: Triton kernels on CUDA devices, else torch's operations.
 
     ahead: context in which the kernels are compiled in parallel.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels that select one token per row in one pass over the logits, or a rank's shard of them, and verify draft
+"""Triton kernels that select one token per row in one pass over the logits or over a rank's shard of them, and that verify draft
 tokens.
 """
 
@@ -27,8 +27,8 @@ class FusedPart:
         self._launchers = Launchers(device)
 
     def best_of_part(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
-        """Return the best token of a shard, see core.sampling.candidates.best_of_part. logits: rows may be strided, elements may
-        not.
+        """Return the best token of a shard; see core.sampling.candidates.best_of_part. logits: rows may be strided, but elements
+        must be contiguous.
         """
         rows, width = logits.shape
         numbers = torch.empty(rows, dtype=torch.int64, device=self._device)
@@ -54,7 +54,7 @@ class FusedPart:
         return numbers
 
     def winners(self, numbers: Tensor) -> Tensor:
-        """Return the winning tokens, see core.sampling.candidates.winners."""
+        """Return the winning tokens; see core.sampling.candidates.winners."""
         ranks, rows = numbers.shape
         # Nothing is launched while kernels are compiled ahead, yet these tokens are used as indices.
         make = torch.empty if AHEAD.get() is None else torch.zeros
@@ -91,7 +91,7 @@ def _philox(counter, key):
 
 @triton.jit
 def _log2(x):
-    """Return log2 by the GPU's instruction, whose error near 1 is 2^-22. tl.log2 takes 20 instructions for unneeded accuracy."""
+    """Return log2(x) by one instruction, with an error of 2^-22 near 1. tl.log2 takes 20 instructions, for needless accuracy."""
     if _INTERPRETED:  # the interpreter does not support libdevice
         y = tl.log2(x)
     else:
@@ -111,7 +111,7 @@ def _log2_exponential(bits):
 
 @triton.jit
 def gumbel_argmax(logits, counter, first, begin, end, scale, key, LANES: tl.constexpr, NOISE: tl.constexpr, PART: tl.constexpr):
-    """Return the largest score among the four columns of each counter, its column, and whether one of the logits is NaN.
+    """Return the largest score among the four columns of each counter, its column, and True if one of the logits is NaN.
 
     Columns are tokens below `end`; with PART, from `begin` on.
     """
@@ -151,8 +151,8 @@ def argmax_of_chunks(
 ):
     """Compute the argmax of each chunk of each row. Grid (rows, chunks).
 
-    The score is the logit or, with NOISE, (logit * scale - log(e)) / log(2) with e ~ Exp(1): a draw by Gumbel-max
-    (core.sampling.sampler.draw). A row with scale 0 uses only the logit, at half the cost.
+    The score is the logit or, with NOISE, (logit * scale - log(e)) / log(2) with e ~ Exp(1): a draw by the Gumbel-max trick
+    (core.sampling.sampler.draw). The score of a row with scale 0 is the logit, at half the cost.
     """
     row = tl.program_id(0).to(tl.int64)
     counter = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -185,7 +185,7 @@ def _store_argmax(own, scales, keys, scores, tokens, row, counter, first, begin,
 
 @triton.jit
 def best_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
-    """Return the largest score of a row's chunks, its token, and whether any chunk contains a NaN."""
+    """Return the largest score of a row's chunks, the token with that score, and True if any chunk contains a NaN."""
     chunk = tl.arange(0, BLOCK)
     inside = chunk < chunks
     score = tl.load(scores + row * chunks + chunk, mask=inside, other=float("-inf"))
@@ -197,7 +197,7 @@ def best_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
 
 @triton.jit
 def argmax_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
-    """Return the token of the largest score of a row's chunks; -1 if any chunk contains a NaN."""
+    """Return the token with the largest score in a row's chunks, or -1 if any chunk contains a NaN."""
     _, token, has_nan = best_in_row(scores, tokens, row, chunks, BLOCK)
     return tl.where(has_nan, -1, token)
 
@@ -246,7 +246,7 @@ def verify_drafts(
 
 
 BLOCK = 4096
-"""Logits per program: enough bytes in flight, and enough programs for one row."""
+"""Number of logits per program: large enough for many bytes in flight, and small enough for many programs per row."""
 
 
 class FusedSampling:
@@ -270,7 +270,7 @@ class FusedSampling:
         return self._choose(logits, scales, keys)
 
     def accept_drafts(self, sampled: Tensor, ids: Tensor, fill: Tensor, places: Tensor, newest: Tensor) -> Tensor:
-        """Verify draft tokens like core.sampling.verification.accept_drafts: one launch instead of a dozen of torch's."""
+        """Verify draft tokens like core.sampling.verification.accept_drafts: one launch instead of a dozen launches by torch."""
         rows, width = sampled.shape
         found = torch.empty((rows, width + 1), dtype=torch.int64, device=self._device)
         launch = self._launchers.get(verify_drafts, 1, {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)})
@@ -278,7 +278,7 @@ class FusedSampling:
         return found
 
     def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Select tokens in two launches. logits: rows may be strided, elements may not."""
+        """Select tokens in two launches. logits: rows may be strided, but elements must be contiguous."""
         rows, vocab_size = logits.shape
         # Nothing is launched while kernels are compiled ahead, yet these tokens are used as indices.
         make = torch.empty if AHEAD.get() is None else torch.zeros

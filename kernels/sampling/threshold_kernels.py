@@ -1,8 +1,8 @@
 """Triton kernels that bracket a row's cutoff: the smallest logit that top_k and top_p keep.
 
 Thresholds are logits from a sample of the row. Tokens at or above thresholds are counted, and their probability mass is added. A
-radix search with two digits finds the threshold that suffices: the high digit selects eight thresholds, the low digit one of
-these. Masses are fixed-point integers (core.sampling.filtering), so sums do not depend on the order of additions.
+radix search with two digits finds the threshold that is low enough: the high digit selects eight thresholds, and the low digit
+selects one of these. Masses are fixed-point integers (core.sampling.filtering), so sums do not depend on the order of additions.
 """
 
 # Triton reads annotations at compile time, so they must not be deferred here.
@@ -16,18 +16,18 @@ from headway.core.sampling.filtering import LOG2E, UNIT_MASS
 _LOG2E = tl.constexpr(LOG2E)
 _UNIT = tl.constexpr(float(UNIT_MASS))
 THRESHOLDS = 64
-"""Number of thresholds per row: logits of a sample in descending order, ending with -inf. The high digit selects every eighth."""
+"""Number of thresholds per row: logits of a sample in descending order, then -inf. The high digit selects every eighth one."""
 ROUNDS = 3
-"""Counting rounds per row: the high digit; the low digit; and the low digit for top_p after a large top_k."""
+"""Counting rounds per row: for the high digit, the low digit, and the low digit of top_p after a large top_k."""
 COUNTERS = 8 * ROUNDS + 3
 """Counters per row that programs add to: eight per round, the lengths of two candidate lists, and finished programs."""
 TILE = 1024
-"""Logits that a program of four warps reads at once."""
+"""Number of logits that a program of four warps reads at once."""
 _THRESHOLDS, _SAMPLE, _COUNTERS = tl.constexpr(THRESHOLDS), tl.constexpr(512), tl.constexpr(COUNTERS)
 _LENGTHS, _FINISHED = tl.constexpr(8 * ROUNDS), tl.constexpr(COUNTERS - 1)
 _TILE, _LANES, _STEPS = tl.constexpr(TILE), tl.constexpr(128), tl.constexpr(TILE // 128)
 _COUNT = tl.constexpr(2**50)
-"""One token in the upper bits of a sum whose lower bits add masses. A thread adds fewer than a thousand of each."""
+"""Count of one token in the upper bits of a sum whose lower bits are the mass. A thread adds fewer than a thousand tokens."""
 NEG_INF_KEY = tl.constexpr(-0x7F800001)
 """Sort key of -inf."""
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
@@ -36,7 +36,7 @@ NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def _key_of(y):
-    """Return int32 sort keys, ordered like the float32 numbers they are made from."""
+    """Return int32 sort keys, which are in the same order as the float32 numbers y."""
     bits = y.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -49,19 +49,19 @@ def _logit_of(sort_key):
 
 @triton.jit
 def _values(logits, column, vocab_size, scale):
-    """Return float32 logits divided by the temperature; -inf outside the row. -0 becomes 0, which sorts the same."""
+    """Return float32 logits divided by the temperature; -inf outside the row. -0 becomes 0, so that their sort keys are equal."""
     return tl.load(logits + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32) * scale + 0.0
 
 
 @triton.jit
 def _tile_columns():
-    """Return the columns of a tile, [steps, lanes]. One thread's columns are below each other."""
+    """Return the columns of a tile, [steps, lanes]. All columns of a thread are in the same lane."""
     return tl.arange(0, _STEPS)[:, None] * _LANES + tl.arange(0, _LANES)[None, :]
 
 
 @triton.jit
 def _tile_logits(row_logits, start, vocab_size, scale):
-    """Return the values of a tile. Offsets from its start are constants in the instructions, unlike columns."""
+    """Return the values of a tile. Offsets from the tile's start are constants in the instructions; columns would not be."""
     return _values(row_logits + start, _tile_columns(), vocab_size - start, scale)
 
 
@@ -83,10 +83,9 @@ def _max_key_of_row(part_max_keys, row, parts, PARTS: tl.constexpr):
 def _row_in_stage(
     filters, filters_stride, row, part_max_keys, targets, parts, CAPACITY: tl.constexpr, PARTS: tl.constexpr, STAGE: tl.constexpr
 ):
-    """Return whether a stage searches a row's cutoff, the sort key of its largest logit (if active), scale, top_k and top_p.
+    """Return True if a stage must find a row's cutoff; the row's largest sort key (only if so); scale, top_k and top_p.
 
-    Stage 0 is for top_k, and for top_p without top_k. Stage 1 is for top_p after a top_k that keeps more tokens than a list may
-    hold.
+    Stage 0 is for top_k, and for top_p without top_k. Stage 1 is for top_p after a top_k that keeps more tokens than fit a list.
     """
     scale = tl.load(filters + row)
     top_k, top_p = tl.load(filters + filters_stride + row).to(tl.int32), tl.load(filters + 2 * filters_stride + row)
@@ -105,7 +104,7 @@ def _row_in_stage(
 
 @triton.jit
 def _target_of(masses, targets, row, top_k, top_p, STAGE: tl.constexpr):
-    """Return the count or mass (int64) that the kept tokens must reach, and whether it is a mass."""
+    """Return the count or mass (int64) that the kept tokens must reach, and True if it is a mass."""
     by_mass = top_k <= 0
     target = top_k.to(tl.int64)
     if STAGE == 1:
@@ -126,8 +125,8 @@ def _top_p_target(total, top_p):
 def _select_threshold(counts, masses, row, target, by_mass, ROUND: tl.constexpr):
     """Search one digit among a round's eight thresholds.
 
-    Returns the number of thresholds that do not reach the target, the tokens at or above the next one, and the tokens and mass at
-    or above the last one that does not.
+    Returns the number of thresholds that do not reach the target, the number of tokens at or above the next threshold, and the
+    number and mass of tokens at or above the last threshold that does not reach the target.
     """
     threshold = tl.arange(0, 8)
     at = row * _COUNTERS + 8 * ROUND + threshold
@@ -141,11 +140,11 @@ def _select_threshold(counts, masses, row, target, by_mass, ROUND: tl.constexpr)
 
 @triton.jit
 def _bracket_of(thresholds, counts, masses, row, target, by_mass, CAPACITY: tl.constexpr, STAGE: tl.constexpr):
-    """Return the exclusive lower and inclusive upper logit between which the cutoff lies, and tokens and mass above the upper
-    one.
+    """Return the exclusive lower and inclusive upper logit between which the cutoff lies, and the number and mass of tokens above
+    the upper one.
 
-    If few tokens are above the lower logit, all of them are in the bracket; tokens equal to it too, if these are few. Otherwise
-    the cutoff may be the lower logit itself.
+    If few tokens are above the lower logit, all of them are in the bracket. Tokens equal to the lower logit are included too if
+    they are few. Otherwise the cutoff may be the lower logit itself.
     """
     high, reached, above, mass = _select_threshold(counts, masses, row, target, by_mass, 0)
     index = high * 8 + 7
@@ -181,7 +180,7 @@ def sample_thresholds(
     vocab_size,
     PDL: tl.constexpr,
 ):
-    """Find each row's largest logit, and rank a sample of the row to choose its thresholds. Grid (rows, 1 + parts).
+    """Find each row's largest logit, and rank a sample of the row to choose the row's thresholds. Grid (rows, 1 + parts).
 
     The sample affects how fast the cutoff is found, but not the result.
     """
@@ -224,7 +223,7 @@ def sample_thresholds(
 
 @triton.jit
 def _sample_columns(place, vocab_size):
-    """Return the columns of a sample: one from each 512th of the row, at varying positions in it."""
+    """Return the columns of a sample: one column from each of 512 equal parts of the row, at varying positions."""
     return ((place * _SAMPLE + (place * 40503) % _SAMPLE).to(tl.int64) * vocab_size) // (_SAMPLE * _SAMPLE)
 
 
@@ -248,7 +247,7 @@ def count_above_thresholds(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the tokens, and if needed their mass, at or above eight thresholds. Grid (rows, parts)."""
+    """Count the tokens at or above each of eight thresholds, and if needed add up their mass. Grid (rows, parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     STAGE: tl.constexpr = 1 if ROUND == 2 else 0
     if PDL:

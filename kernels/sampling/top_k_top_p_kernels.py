@@ -71,7 +71,7 @@ def list_candidates(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Collect the tokens of a row's bracket in one list. Grid (rows, parts)."""
+    """Collect the tokens in each row's bracket in a list. Grid (rows, parts)."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if PDL:
         gdc_wait()
@@ -170,8 +170,8 @@ _BLOCK = tl.constexpr(4096)
 
 @triton.jit
 def _amount_above(sort_key, mass, pivot, row_logits, vocab_size, scale, largest, overflowed, BY_MASS: tl.constexpr):
-    """Return the number of tokens, or their mass, at or above a pivot (int64): from the list, or from the row if the list
-    overflowed.
+    """Return the number of tokens, or their mass, at or above a pivot (int64): computed from the list, or from the row if the
+    list overflowed.
     """
     if overflowed:
         amount = tl.full([], 0, tl.int64)
@@ -196,7 +196,7 @@ def _binary_search(
 ):
     """Return the largest sort key in [low, end) at or above which the target is reached, and the amount above that key.
 
-    above: amount at or above end, which is not in the list. The target is reached at low, and not at end.
+    above: number or mass of tokens at or above `end`, which are not in the list. The target is reached at low, and not at end.
     """
     over, turn = above, tl.full([], 1, tl.int32)
     while end - low > 1:
@@ -370,23 +370,23 @@ def find_cutoffs(
 
 
 MAX_PROGRAMS = 924
-"""Approximate maximum number of programs per launch: seven per SM run at once, each with enough logits to be worth its start."""
+"""Approximate maximum number of programs per launch: seven per SM run at once, each with enough logits to repay its start."""
 LIST_CAPACITY = 1024, 16384
-"""Smallest and largest capacity of a candidate list, in tokens."""
+"""Minimum and maximum capacity of a candidate list, in tokens."""
 _CAPACITY_SHARE = 20
-"""A list holds 1 / 20 of the vocabulary: two to three times the tokens between two thresholds."""
+"""Vocabulary size divided by the capacity of a list. A list has room for two to three times the tokens between two thresholds."""
 _MAX_ROWS = 256
-"""Rows per launch, which limits the memory for lists to 32 MiB."""
+"""Maximum number of rows per launch, which limits the memory for lists to 32 MiB."""
 
 
 class TopKTopPSampler:
     """`Filter` of core.sampling.filtering in nine launches that a CUDA graph can capture.
 
-    Each row's tokens are counted above a few thresholds from a sample of the row, then above a few between two of these. The
-    tokens between two thresholds are listed, and the last kept one is searched in the list. A second search handles top_p after a
-    large top_k; it costs other rows only its launches. Then a token is drawn from the kept ones, by the search itself if the list
-    holds all of them. Counts and masses are integers, so a row's token depends neither on other rows nor on the number of
-    programs.
+    Tokens above a few thresholds from a sample of the row are counted first, then tokens above a few thresholds between two of
+    these. The tokens between two thresholds are listed, and the last kept token is searched for in the list. A second search
+    handles top_p after a large top_k; it costs other rows only its launches. Then a token is drawn from the kept tokens, by the
+    search itself if the list contains all of them. Counts and masses are integers, so a row's token depends neither on other rows
+    nor on the number of programs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -429,7 +429,7 @@ class TopKTopPSampler:
         found["chosen"] = chosen
         strides = {"logits_stride": logits.stride(0), "filters_stride": filters.stride(0), "part_size": part_size}
         last: dict[str, int] = {**strides, "vocab_size": vocab}
-        """Last arguments of most kernels."""
+        """Arguments that most kernels have at the end: strides and vocabulary size."""
 
         get(sample_thresholds, 4, {})((rows, 1 + parts, 1), **read, **bracket, best=best, **last)
         get(count_above_thresholds, 4, {"ROUND": 0, **limits})(grid, **read, **bracket, targets=targets, **last)

@@ -1,3 +1,3 @@
-"""Operations of a decoder's step: norms, rotary embeddings (RoPE), activations, latent attention, fused with linear layers on
+"""Operations of a decoder step: norms, rotary embeddings (RoPE), activations and latent attention, fused with linear layers on
 GPUs.
 """

@@ -15,23 +15,23 @@ class LatentConfig:
     """Sizes of multi-head latent attention (MLA, DeepSeek-V2)."""
 
     kv_lora_rank: int
-    """Elements of the latent from which keys and values are computed."""
+    """Number of elements of the latent from which keys and values are computed."""
     qk_nope_head_dim: int
-    """Elements of a query or key head without rotary embedding."""
+    """Number of elements of a query or key head without rotary embedding."""
     qk_rope_head_dim: int
-    """Elements of a query or key head with rotary embedding. All heads share the key's."""
+    """Number of elements of a query or key head with rotary embedding. All heads share these elements of the key."""
     v_head_dim: int
     q_lora_rank: int | None = None
-    """Elements of the queries' latent. None means that one linear layer computes the queries."""
+    """Number of elements of the queries' latent. None means that one linear layer computes the queries."""
     interleaved: bool = True
-    """True if the checkpoint rotates adjacent elements with each other (interleaved RoPE) instead of the two halves."""
+    """True if the checkpoint pairs adjacent elements for rotation (interleaved RoPE) instead of elements of the two halves."""
 
     @property
     def q_dim(self) -> int:
-        """Elements of a query or key head."""
+        """Number of elements of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Elements cached per token: the latent, followed by the key's rotary part."""
+        """Number of elements cached per token: the latent, followed by the key's rotary part."""
         return self.kv_lora_rank + self.qk_rope_head_dim

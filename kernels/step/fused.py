@@ -1,4 +1,4 @@
-"""Fused operations of a decoder on a GPU: few launches, and Headway's own GEMV and GEMM kernels for up to 128 rows."""
+"""Fused operations of a decoder on a GPU, with few launches and with Headway's own GEMV and GEMM kernels for up to 128 rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Fused(Operations):
         """Prepare the operations.
 
         inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: kernels for linear layers. experts:
-            options for MoE layers. None means Headway's own kernels.
+        options for MoE layers. For each of them, None means Headway's own kernels.
         """
         self.kernels = kernels or builtin_kernels(inv_freq.device, ON_GPU)
         self._inv_freq = inv_freq
@@ -77,8 +77,8 @@ class Fused(Operations):
         return choice
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the choices to measure. Dense weights are included only if a third party's kernel is a candidate; else a rule
-        chooses.
+        """Return the choices to measure. Choices for dense weights are included only if a third party's kernel is a candidate;
+        otherwise, a rule selects the kernel.
         """
         choices = []
         for linear, gated in products:
@@ -89,21 +89,21 @@ class Fused(Operations):
         return list(dict.fromkeys(choices))
 
     def _compute_one(self, name: str, x: Tensor, linear: Linear) -> Tensor:
-        """Compute a linear layer by the named kernel, for `LinearChoice.compute`."""
+        """Compute a linear layer with the named kernel, for `LinearChoice.compute`."""
         kernel = self.choice_for(linear, gated=False).kernels[name]
         return bound_step(self, linear, kernel, None, x.shape[0])(x)
 
     def _compute_gated(self, name: str, x: Tensor, linear: Linear) -> Tensor:
-        """Compute a gated linear layer by the named kernel, for `LinearChoice.compute`."""
+        """Compute a gated linear layer with the named kernel, for `LinearChoice.compute`."""
         kernel = self.choice_for(linear, gated=True).kernels[name]
         norm = Norm(x.new_ones(x.shape[1]), 1e-6)
         return bound_step(self, linear, kernel, None, x.shape[0])(x, norm=norm, gated=True, activation="silu")
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """Fold the norm's weight into the linear layer; a later kernel scales each row. Saves a launch from 17 rows on.
+        """Fold the norm's weight into the linear layer; a later kernel scales each row. This saves a launch for 17 or more rows.
 
-        Only for bfloat16, whose range fits unnormalised rows, and for rows so short that each program of the later kernel can
-        read one.
+        This is done only for bfloat16, whose range fits rows that are not normed, and for rows short enough for each program of
+        the later kernel to read a complete row.
         """
         dense = isinstance(linear.weight, Tensor) and linear.weight.dtype == torch.bfloat16
         if not dense or linear.in_features > _SHORT or linear.bias is not None or norm.bias is not None:
@@ -141,11 +141,11 @@ class Fused(Operations):
         return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """One launch."""
+        """Norm rows in one launch."""
         return self._norm(x, norm, None)
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """One launch, in place."""
+        """Norm rows and add them to the residual in one launch, in place."""
         return self._norm(x, norm, residual)
 
     def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
@@ -167,9 +167,9 @@ class Fused(Operations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One launch for few rows, else two or three. q, k and v are views of the GEMM's output.
+        """Compute q, k and v in one launch for few rows, else in two or three. They are views of the GEMM's output.
 
-        Without RoPE, one or two. Four more if heads are normed without RoPE, or all heads are normed as one.
+        Without RoPE, one or two launches. Four more launches if heads are normed without RoPE, or if all heads are normed as one.
         """
         x, norm = self._before(x, norm)
         separate = heads.q_norm is not None and (rope is None or heads.whole_norm)
@@ -178,13 +178,13 @@ class Fused(Operations):
         return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if separate else None, separate)
 
     def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """One launch, in place. Four more if heads are normed without RoPE, or all heads are normed as one."""
+        """Norm and rotate in one launch, in place. Four more launches if heads are normed as one or without RoPE."""
         return self._split_heads(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
     def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, separate: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v as views of `qkv`.
 
-        rope: None means no rotation is left to apply. separate: True if heads are normed in separate launches.
+        rope: None means that no rotation remains to be applied. separate: True if heads are normed in separate launches.
         """
         if separate:
             heads = self._norm_heads(qkv, heads)
@@ -195,11 +195,11 @@ class Fused(Operations):
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """Return the input for a kernel that fuses RMSNorm only: a LayerNorm is applied first."""
+        """Return x and the norm for a kernel that fuses only RMSNorm. A LayerNorm is applied to x first."""
         return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
 
     def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
-        """Norm the heads of q and of k in place, by separate launches. Return the heads without norms."""
+        """Norm the heads of q and of k in place, in separate launches. Return `heads` without its norms."""
         assert heads.q_norm is not None
         assert heads.k_norm is not None
         q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -212,7 +212,7 @@ class Fused(Operations):
 
     def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: RowScale | None) -> None:
         """Norm and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied, and
-        epsilon.
+        their epsilon.
         """
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
@@ -243,21 +243,21 @@ class Fused(Operations):
             )
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """One launch for few rows, two for tiles, else three. One more for a LayerNorm, and for strided rows."""
+        """Compute in one launch for few rows, two for tiles, else three. A LayerNorm and strided rows add one each."""
         x, norm = self._before(x.contiguous(), norm)
         return bound(self, linear, x.shape[0])(x, norm=norm, activation=activation)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """One launch for few rows, two for tiles, else two or three. One more for a LayerNorm."""
+        """Compute in one launch for few rows, two for tiles, else two or three. A LayerNorm adds one."""
         x, norm = self._before(x, norm)
         return bound(self, linear, x.shape[0], gated=True)(x, norm=norm, gated=True, activation=activation)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """One launch if gated, else torch's."""
+        """Activate in one launch if gated, else by torch's operations."""
         return self.gated(y, activation, None) if gated else ACTIVATE[activation](y)
 
     def gated(self, both: Tensor, activation: Activation, scaled_by: RowScale | None) -> Tensor:
-        """Activate and multiply in one launch. scaled_by: rows whose RMSNorm factor is still to be applied, and epsilon."""
+        """Activate and multiply in one launch. scaled_by: rows whose RMSNorm factor is still to be applied, and their epsilon."""
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
@@ -279,18 +279,18 @@ class Fused(Operations):
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
-        """One launch, in place. Without RoPE, two more for an identity cos and sin."""
+        """Norm and rotate in one launch, in place. Without RoPE, two more launches make cos = 1 and sin = 0."""
         if rope is None:
             size = q.shape[0], config.qk_rope_head_dim // 2
             rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)
         return self._latent.rotate(q, latent, config, norm, rope)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:
-        """Make the layer; all layers share launchers."""
+        """Make the layer. All layers share launchers."""
         return FusedLatentLayer(expanded, config, kv_b, self._latent)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-        """One launch. Several of torch's if ranks share the norm, or if a group is too long for one program."""
+        """Gate in one launch, or in several by torch if ranks share the norm or a group is too long for one program."""
         norm, (rows, width) = gate.norm, x.shape
         if norm is not None and (norm.share is not None or gate.size > _LONGEST):
             return apply_gate(x, by, gate)
@@ -320,9 +320,9 @@ class Fused(Operations):
 
 
 def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool = False) -> ExpertsLayers:
-    """Return a factory for MoE layers on a GPU that runs norm, router and top-k in one launch.
+    """Return a factory for MoE layers on a GPU, which run norm, router and top-k in one launch.
 
-    invariant: True if a token's bits must not depend on the other tokens or their number.
+    invariant: True if a token's result must not depend on the other tokens or their number.
     """
 
     def front(config: ExpertsConfig) -> Front:
@@ -337,7 +337,7 @@ def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool
 
 
 def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsLayers:
-    """Return `fused_experts` whose layers use one Headway kernel each for any number of tokens (deterministic mode)."""
+    """Return a `fused_experts` factory whose layers use one Headway kernel each for any number of tokens (deterministic mode)."""
 
     def able(device_type: str) -> list[type[ExpertsKernel]]:
         return [*invariant_kernels(), *(each for each in options.able(device_type) if not is_own(each))]
@@ -346,15 +346,15 @@ def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsL
 
 
 _ROTATED = 512
-"""Half-head elements that one program of two warps rotates (RoPE): eight per thread, one 16-byte access in half precision."""
+"""Number of half-head elements that a program of two warps rotates (RoPE): eight per thread, 16 bytes in half precision."""
 _GATED = 1024
-"""Elements that one program of four warps handles in activate-and-multiply."""
+"""Number of elements that one program of four warps handles in activate-and-multiply."""
 _LONGEST = 8192
-"""Maximum elements of a group that one program of eight warps norms."""
+"""Maximum number of elements in a group that one program of eight warps norms."""
 _SHORT = 2048
-"""Maximum elements of a row for which every program of the next kernel recomputes the sum of squares: 4 KB read from L2."""
+"""Maximum number of elements in a row for which each program of the next kernel recomputes the sum of squares (4 KB from L2)."""
 
 
 def _row_sizes(size: int) -> dict[str, int]:
-    """Return the compile-time constants for rows whose RMSNorm factor is applied. 0 means none."""
+    """Return the compile-time constants for rows of this size whose RMSNorm factor is to be applied. 0 means no such rows."""
     return {"ROW": size, "BLOCK_ROW": triton.next_power_of_2(max(size, 1))}

@@ -1,5 +1,5 @@
-"""Batch-invariant operations (deterministic mode): every GEMM has a fixed number of rows, so a row's bits depend on no other
-row.
+"""Batch-invariant operations (deterministic mode): every GEMM has a fixed number of rows, so a row's bits do not depend on other
+rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, Rope, add_one_by_one, experts_by, softcap
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
-"""Rows of a GEMM, by device type.
+"""Device type -> number of rows of each GEMM.
 
-On a CPU, the rows that the packed weights are made for. On a GPU, about the point at which a GEMM limited by memory bandwidth
-also saturates the tensor cores, so that neither decode nor prefill pays more than it must.
+On a CPU, this is the number of rows that weights are packed for. On a GPU, it is about the number at which a GEMM limited by
+memory bandwidth also saturates the tensor cores, so that neither decode nor prefill takes longer than necessary.
 """
 
 log = logging.getLogger("headway")
@@ -37,7 +37,7 @@ class InvariantOperations:
     """Operations whose GEMMs always have the same number of rows: inputs are padded with rows of zeros.
 
     A library selects a GEMM kernel, and so the order of summation, by shape: one shape means one order. A row's position in a
-    tile must not matter, which `check` tests. All other operations are independent per row anyway.
+    tile must not change its result, which `check` tests. All other operations are independent per row anyway.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class InvariantOperations:
     ) -> None:
         """Wrap `inner`.
 
-        rows: rows of every GEMM. activate: functions by activation. cap: replaces Operations.softcap. experts: see
-            TorchOperations.
+        rows: number of rows of every GEMM. activate: function for each activation. cap: function that replaces
+        Operations.softcap. experts: see TorchOperations.
         """
         self._inner = inner
         self._experts_options = replace(experts or ExpertsOptions(), invariant=True)
@@ -71,8 +71,8 @@ class InvariantOperations:
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the choices with a third party's kernel as a candidate, to try it at the start. Nothing is chosen by measured
-        times.
+        """Return the choices that have a third-party kernel as a candidate, so that it is tried at startup. Measured times are
+        not used.
         """
         return [choice for choice in self._inner.linear_choices((linear, False) for linear, _ in products) if choice.is_open]
 
@@ -86,16 +86,16 @@ class InvariantOperations:
         return whole if out is None else out.copy_(whole)  # the last tile may be longer than what is left of `out`
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """Return norm, linear layer and activation, computed in tiles."""
+        """Return the result of norm, linear layer and activation, computed in tiles."""
         y = self.product(self._normed(x, norm), linear)
         return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """Return norm and gated linear layer, computed in tiles."""
+        """Return the result of norm and gated linear layer, computed in tiles."""
         return self.activated(self.product(self._normed(x, norm), linear), activation, gated=True)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """Return the activation, or the activation of the first half times the second."""
+        """Return the activation of y or, if gated, the activation of its first half times its second half."""
         if not gated:
             return self._activate[activation](y)
         gate, up = y.chunk(2, dim=1)
@@ -114,7 +114,7 @@ class InvariantOperations:
     def _by_tile(
         self, step: Callable[[Tensor, Rope | None], tuple[Tensor, Tensor, Tensor]], x: Tensor, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply a step to x in tiles of rows, and return the concatenated q, k and v."""
+        """Apply `step` to x in tiles of rows, and return the concatenated q, k and v."""
         tiles = self._tiles(x)
         tile_ropes: Iterable[Rope | None] = [None] * len(tiles)
         if rope is not None:
@@ -135,7 +135,7 @@ class InvariantOperations:
         return add_one_by_one(self, residual, terms)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
-        """Bind a layer of experts. Headway's kernels compute rows independently; on a GPU all use one tiling."""
+        """Bind a layer of experts. Headway's kernels treat rows independently. On a GPU, any number of tokens uses one tiling."""
         if self._experts is None:
             if weights.router.is_cuda:
                 from headway.kernels.step.fused import invariant_experts
@@ -146,14 +146,14 @@ class InvariantOperations:
         return self._experts.bind(config, weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
-        """Split x [rows, ...] into padded tiles. At least one, since a step may sample no row; copies, so each is aligned."""
+        """Split x [rows, ...] into padded, aligned copies of tiles. There is at least one, since a step may sample no rows."""
         missing = -x.shape[0] % self._rows if x.shape[0] else self._rows
         return torch.split(pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)), self._rows)
 
     def check(self, linears: Iterable[Linear]) -> None:
         """Try one GEMM per shape and weight format: rows moved within a tile, and a row among zeros, must keep their bits.
 
-        :raises ModelError: if they do not, with this machine, libraries and threads.
+        :raises ModelError: if they do not, on this machine, with these libraries and threads.
         """
         tried = {(linear.in_features, linear.out_features, _form(linear)): linear for linear in linears}
         for (in_features, out_features, form), linear in tried.items():
@@ -176,26 +176,26 @@ class InvariantOperations:
 
 
 def _form(linear: Linear) -> str:
-    """Return a description of the weight that the layer reads."""
+    """Return a description of the weight that a layer reads."""
     if isinstance(linear.weight, Tensor):
         return "packed of fewer bits" if linear.reads_quantized else "plain"
     return str(WeightFormat.of(linear.weight))
 
 
 def silu_by_exp(x: Tensor) -> Tensor:
-    """Return SiLU on a CPU. torch's own uses a different exponential for the last elements of a thread's share."""
+    """Return SiLU on a CPU. torch's SiLU uses a different exponential for the last elements of a thread's part."""
     wide = x.float()
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
 def gelu_by_exp(x: Tensor) -> Tensor:
-    """Return GELU by the tanh approximation on a CPU, as (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), like `silu_by_exp`."""
+    """Return GELU (tanh approximation) on a CPU, as (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), like `silu_by_exp`."""
     wide = x.float()
     return (wide / (1 + torch.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))).to(x.dtype)
 
 
 def gelu_in_double(x: Tensor) -> Tensor:
-    """Return GELU on a CPU, in float64. Position-dependent differences in the last bits of float64 vanish in the rounding."""
+    """Return GELU on a CPU, in float64. The last bits, which differ between positions, vanish when the result is rounded."""
     return gelu(x.double()).to(x.dtype)
 
 
@@ -211,15 +211,15 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": relu,
     "relu2": ACTIVATE["relu2"],
 }
-"""Activations whose bits do not depend on an element's position."""
+"""Implementations of activations whose results do not depend on an element's position."""
 
 
 def invariant_operations(
     operations: Operations, linears: Iterable[Linear], device: torch.device, experts: ExpertsOptions | None = None
 ) -> Operations:
-    """Wrap a device's operations so that the rows of the given linear layers keep their bits in any batch.
+    """Wrap a device's operations so that rows of the given linear layers have the same bits in any batch.
 
-    Each quantized layer uses one kernel, selected by the rule for a tile's rows regardless of cached times; the log names it.
+    Each quantized layer uses one kernel, which the rule selects for a tile's rows regardless of cached times. The log names it.
     :raises ModelError: if a GEMM's rows depend on their position (`InvariantOperations.check`).
     """
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)

@@ -1,4 +1,4 @@
-"""Triton kernels around latent attention (MLA), one launch each: norm and RoPE, query absorption, projection of attended latents.
+"""Triton kernels before and after latent attention (MLA): norm and RoPE, absorption of queries, projection of attended latents.
 
 Sums are float32. PDL: see step_kernels.py. Weights are loaded before the wait, since no kernel writes them.
 """
@@ -40,9 +40,9 @@ def norm_and_rotate_latents(
     BLOCK_RANK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """RMSNorm of the latents, and RoPE (Su et al. 2021) of the key part after them and of the end of each query head.
+    """Apply RMSNorm to the latents, and RoPE (Su et al. 2021) to the key part after them and to the end of each query head.
 
-    Grid (num_tokens, 1 + cdiv(HEADS, BLOCK_H)): the first program of a token handles the latent, the others queries.
+    Grid (num_tokens, 1 + cdiv(HEADS, BLOCK_H)): the first program of a token handles its latent, the other programs its queries.
     """
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_HALF)
@@ -67,7 +67,7 @@ def norm_and_rotate_latents(
 
 @triton.jit
 def _rotate(at, cos, sin, mask, HALF: tl.constexpr):
-    """Rotate the elements at `at` with the elements HALF further on (RoPE)."""
+    """Rotate the elements at `at` in pairs with the elements HALF positions later (RoPE)."""
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, (low * cos - high * sin).to(at.dtype.element_ty), mask=mask)
@@ -93,7 +93,7 @@ def absorb_queries(
     DOT: tl.constexpr,  # type of the operands of tl.dot
     PDL: tl.constexpr,
 ):
-    """y = q W (GEMM per head) for the first NOPE elements; the others are copied.
+    """y = q W (GEMM per head) for the first NOPE elements. The other elements are copied.
 
     Grid (cdiv(RANK, BLOCK_N), HEADS, cdiv(rows, BLOCK_M)).
     """
@@ -154,22 +154,22 @@ def project_latents(
 
 
 MAX_ROWS = 256
-"""Maximum number of rows for these kernels. Above it, cuBLAS's batched GEMM has enough work."""
+"""Maximum number of rows for these kernels. With more rows, cuBLAS's batched GEMM has enough work."""
 _BLOCK_M = 16
 _ABSORBED, _PROJECTED = 64, 16
-"""Columns per program, chosen so that a model with 16 heads has a program for every SM."""
+"""Number of columns per program, chosen so that a model with 16 heads has a program for every SM."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class LatentKernels:
-    """Launchers of one model, for the kernels around latent attention."""
+    """Launchers of one model's kernels before and after latent attention."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers = Launchers(device)
 
     def rotate(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Norm latents and rotate queries and keys in place, see Operations.rotate_latent."""
+        """Norm latents, and rotate queries and keys in place; see Operations.rotate_latent."""
         (num_tokens, q_size), half = q.shape, config.qk_rope_head_dim // 2
         heads = q_size // config.q_dim
         if num_tokens:
@@ -241,13 +241,13 @@ class FusedLatentLayer(PlainLatentLayer):
         self._kernels = kernels
 
     def absorb(self, q: Tensor) -> Tensor:
-        """One launch for few rows, else two."""
+        """Absorb queries in one launch for few rows, else in two."""
         if not self._takes(q):
             return super().absorb(q)
         return self._kernels.absorb(q, self._kv_b, self._config)
 
     def project(self, attended: Tensor, out: Tensor) -> None:
-        """One launch."""
+        """Project attended latents in one launch."""
         if self._takes(out) and attended.is_contiguous():
             self._kernels.project(attended, self._kv_b, self._config, out)
         else:
@@ -260,4 +260,4 @@ class FusedLatentLayer(PlainLatentLayer):
 
 
 _ROTATED = 512
-"""Half-head elements that one program of two warps rotates (RoPE)."""
+"""Number of half-head elements that one program of two warps rotates (RoPE)."""

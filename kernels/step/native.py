@@ -1,4 +1,4 @@
-"""Decoder steps on a CPU by the C kernels, one call and one parallel region each. Small steps are recorded and replayed as one
+"""Decoder steps on a CPU by C kernels, each with one call and one parallel region. Small steps are recorded and replayed as one
 call.
 """
 
@@ -21,10 +21,10 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
-"""All layers of a decoder: x [num_tokens, hidden_size], which is overwritten, and cos and sin of each rotary embedding."""
+"""All layers of a decoder: (x [num_tokens, hidden_size], overwritten; cos and sin of each RoPE; attention) -> x after them."""
 
 _MOST_ROWS = 32
-"""Maximum number of tokens of a recorded step. Larger steps spend little time in Python and need much memory between calls."""
+"""Maximum number of tokens in a recorded step. Larger steps spend little time in Python, and need much memory between calls."""
 _MOST_STEPS = 64
 _ALLOCATE = frozenset(
     (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
@@ -42,10 +42,10 @@ class _RecordedStep:
 
 
 class RecordedLayers:
-    """Layers that run in Python for the first step of a kind, and replay the recorded C calls afterwards.
+    """Layers that run in Python for the first step of each kind, and replay the recorded C calls for later steps.
 
-    Replaying is correct only if the layers do nothing else, which is checked while recording. After an operation of torch that
-    computes, or an attention that is not one C call, that kind of step always runs in Python.
+    Replaying is correct only if the layers do nothing else, which is checked while recording. If torch computes anything, or an
+    attention is not exactly one C call, that kind of step always runs in Python.
     """
 
     def __init__(self, functions: Functions) -> None:
@@ -56,7 +56,7 @@ class RecordedLayers:
         """Number of steps that were replayed."""
 
     def __call__(self, layers: Layers, kind: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        """Return the result of `layers`, always the same function. The next step overwrites it. kind:
+        """Return the result of `layers`, which must always be the same function. The next step overwrites the result. kind:
         `WatchedAttention.step_kind`.
         """
         if len(x) > _MOST_ROWS:
@@ -93,8 +93,8 @@ class RecordedLayers:
 
 
 class _Watch(TorchDispatchMode):
-    """Dispatch mode that watches every operation of torch: it keeps allocated memory alive and notes whether all others are
-    views.
+    """Dispatch mode that watches every operation of torch: it keeps allocated memory alive, and notes whether all other
+    operations are views.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class _Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note what it is."""
+        """Run an operation, and note whether it allocates memory, returns a view, or computes."""
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATE:
             self.held.append(result)
@@ -149,7 +149,7 @@ _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2
 
 
 class NativeOperations(TorchOperations):
-    """Operations that use the C kernels for layers with packed weights, and torch's functions for others."""
+    """Operations that use the C kernels for layers with packed weights, and torch's functions for other layers."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions, experts: ExpertsOptions | None = None) -> None:
         super().__init__(inv_freq, factors, experts)
@@ -239,7 +239,7 @@ class NativeOperations(TorchOperations):
         return residual
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """Return the input for a C kernel: x is normed first, and the norm dropped, if the C kernel does not support the norm."""
+        """Return x and the norm for a C kernel. If it does not support the norm, x is normed here and the norm is None."""
         return (x, norm) if norm is None or norm.by_length is not None else (self.norm(x, norm), None)
 
     def _store(
@@ -276,12 +276,12 @@ class NativeOperations(TorchOperations):
 
 
 def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:
-    """Return a layer's packed weight, or None if it has none or the C kernels cannot read x."""
+    """Return a layer's packed weight, or None if the weight is not packed or the C kernels cannot read x."""
     return linear.packed if linear.packed is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
 
 
 def _normed(norm: Norm | None) -> bool:
-    """Return whether the C kernels support a norm: none, or RMSNorm on one rank."""
+    """Return whether the C kernels support a norm: no norm, or an RMSNorm on one rank."""
     return norm is None or norm.by_length is not None
 
 

@@ -1,6 +1,4 @@
-"""Interface of a decoder's operations between its attentions, which a device may fuse; and torch's implementation of all of
-them.
-"""
+"""Interface of a decoder's operations between its attentions, which devices may fuse, and torch's implementation of them."""
 
 from __future__ import annotations
 
@@ -29,14 +27,14 @@ from headway.kernels.step.config import ACTIVATIONS, Activation, GateActivation,
 
 @dataclass(frozen=True, slots=True)
 class NormShare:
-    """One rank's share of rows that are normed across ranks: an equal part of one group of elements."""
+    """One rank's shard of rows that are normed across ranks: an equal part of one group of elements."""
 
     ranks: Ranks
     groups: int = 1
-    """Groups of elements that are normed separately. Each group is divided among equally many consecutive ranks."""
+    """Number of groups of elements that are normed separately. Each one is divided among an equal number of consecutive ranks."""
 
     def normed(self, eps: float, *parts: Tensor) -> list[Tensor]:
-        """Return the RMSNorm without a weight of each part, with one all-reduce for all parts.
+        """Return the RMSNorm, without a weight, of each part. All parts need one all-reduce.
 
         parts: float32 [rows, size], the rank's elements.
         """
@@ -49,7 +47,7 @@ class NormShare:
 
 
 class PlainLatentLayer:
-    """Latent layer (MLA) that absorbs queries, expands latents and projects attention results with one weight, stored once."""
+    """Latent layer (MLA) that absorbs queries, expands latents and projects attention results, with one weight, stored once."""
 
     def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> None:
         """Prepare the layer. kv_b: see Operations.latent_layer."""
@@ -58,9 +56,9 @@ class PlainLatentLayer:
         self._rank = config.kv_lora_rank
         of_heads = kv_b.view(expanded.num_heads, -1, self._rank)
         self._to_key = of_heads[:, : self._nope_dim]
-        """[num_heads, nope_dim, rank]"""
+        """[num_heads, nope_dim, rank]: maps latents to keys."""
         self._to_value = of_heads[:, self._nope_dim :].transpose(1, 2)
-        """[num_heads, rank, v_head_dim]"""
+        """[num_heads, rank, v_head_dim]: maps latents to values."""
         self._both = Linear(kv_b)
 
     def absorb(self, q: Tensor) -> Tensor:
@@ -92,22 +90,22 @@ ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm (Zhang and Sennrich 2019); with a bias, LayerNorm (Ba et al. 2016)."""
+    """RMSNorm (Zhang and Sennrich 2019) or, if there is a bias, LayerNorm (Ba et al. 2016)."""
 
     weight: Tensor
     """[size], in the model's dtype or float32."""
     eps: float
     bias: Tensor | None = None
-    """[size]"""
+    """[size]: bias of a LayerNorm. None means RMSNorm."""
     absorbed: bool = False
-    """True if the weight, now all ones, is folded into the next linear layer: only the factor per row is left to apply."""
+    """True if the weight, now all ones, is folded into the next linear layer: only the factor per row remains to be applied."""
     share: NormShare | None = None
-    """Share of this rank if the elements of an RMSNorm are divided among ranks. None means that all are here."""
+    """Shard of this rank if the elements of an RMSNorm are divided among ranks. None means that the rank has all elements."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
     """float32 factors of an RMSNorm on a CPU: weight * sqrt(size) and sqrt(size * eps).
 
-    x / hypot(|x|, second) * first is the norm in four operations instead of seven. A torch operation costs more than what it
-    computes.
+    x / hypot(|x|, second) * first is the norm in four operations instead of seven. A torch operation costs more than its
+    arithmetic.
     """
 
     def __post_init__(self) -> None:
@@ -118,16 +116,16 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Parts of the embedding of tokens."""
+    """Tables and factor of the token embedding."""
 
     table: Tensor
-    """[vocab_size, hidden_size]"""
+    """[vocab_size, hidden_size]: rows of the tokens."""
     scale: float = 1.0
-    """Factor for a token's row."""
+    """Factor by which a token's row is multiplied."""
     positions: Tensor | None = None
-    """[positions, hidden_size]: learned position embeddings, added to each token. None if there are none."""
+    """[positions, hidden_size]: learned position embeddings, added to each token. None if the model has none."""
     tokens: range | None = None
-    """Token ids in this rank's shard of the table. Its last row, zeros, represents all other tokens. None means all tokens."""
+    """Token IDs in this rank's shard of the table, whose last row, zeros, represents all other tokens. None means all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +136,14 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     q_norm: Norm | None = None
-    """RMSNorm of q before RoPE: over each head (Qwen3), or over all heads if the weight is that long. Set together with
-    `k_norm`.
+    """RMSNorm of q before RoPE: over each head (Qwen3), or over all heads if the weight has that size. Set if and only if
+    `k_norm` is set.
     """
     k_norm: Norm | None = None
 
     @property
     def whole_norm(self) -> bool:
-        """Return whether all heads of q are normed as one, and all of k."""
+        """Return whether all heads of q are normed as one row, and likewise all heads of k."""
         if self.q_norm is None:
             return False
         return self.q_norm.share is not None or self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
@@ -156,9 +154,9 @@ class Gate:
     """Gate that multiplies the output of attention or of a recurrence before the output projection, with its norm."""
 
     activation: GateActivation
-    """Activation of the gate."""
+    """Activation that is applied to the gate's input."""
     norm: Norm | None = None
-    """RMSNorm of the output, in groups of `size` elements. The weight has `size` elements, or one per element of the row."""
+    """RMSNorm of the gated tensor, in groups of `size` elements. The weight has `size` elements, or one per element of a row."""
     size: int = 0
     gate_first: bool = False
     """True if the gate is applied before the norm (Mamba 2) instead of after."""
@@ -175,16 +173,17 @@ class Operations(Protocol):
     """
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """Prepare a norm and the next linear layer once, before any step. The returned pair computes the same as the given pair.
+        """Prepare a norm and the next linear layer once, before any step. The returned pair gives the same results as the given
+        pair.
 
-        Only for `norm_qkv` with a rotary embedding, and for `norm_gated_product`.
+        This is only for the arguments of `norm_qkv` with a rotary embedding, and of `norm_gated_product`.
         """
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
         """Return the choices for linear layers whose kernel is selected by measured times.
 
-        products: all linear layers, each with whether it is gated.
+        products: all linear layers, each with True if it is gated.
         """
         return []
 
@@ -201,7 +200,7 @@ class Operations(Protocol):
         """Return residual + norm of x [rows, size]. Both arguments may be overwritten."""
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """Multiply x [rows, in_features] by a linear layer: [rows, out_features], in `out`, contiguous, if it is given."""
+        """Return a linear layer's output for x [rows, in_features]: [rows, out_features], in `out` (contiguous) if given."""
         return bound(self, linear, x.shape[0])(x, out=out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
@@ -211,7 +210,7 @@ class Operations(Protocol):
         """
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """Apply a norm (if any) and a linear layer, and multiply the activation of its first half by its second half.
+        """Apply a norm (if any) and a linear layer, and multiply the activation of the output's first half by its second half.
 
         Returns [rows, out_features / 2].
         """
@@ -248,7 +247,7 @@ class Operations(Protocol):
         """
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
-        """Return the linear layers around latent attention, made once before any step.
+        """Return the linear layers before and after latent attention. This is called once, before any step.
 
         kv_b: [num_heads (qk_nope_head_dim + v_head_dim), kv_lora_rank], maps a latent to each head's key and value.
         """
@@ -257,18 +256,18 @@ class Operations(Protocol):
         """Return residual + linear layer of x [rows, in_features]. residual: [rows, out_features]; may be overwritten."""
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """Return residual + the sum of linear layers, each with its x, as in `add_product`."""
+        """Return residual + the sum of several linear layers, each of its own x, as in `add_product`."""
         return add_one_by_one(self, residual, terms)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-        """Return x times the activation of `by`, with the gate's norm. Both are [num_tokens, size]; rows may be strided."""
+        """Return x times the activation of `by`, with the gate's norm. x, by: [num_tokens, size]; rows may be strided."""
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """Return cap * tanh(logits / cap), in place (Gemma 2)."""
         return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> Experts:
-        """Return a layer of experts after its norm, bound to its kernels. Made once before any step."""
+        """Return a layer of experts and its norm, bound to kernels. This is called once, before any step."""
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -280,7 +279,7 @@ GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoi
 
 
 def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-    """Add linear layers to the residual one after the other, for `Operations.add_products`."""
+    """Return the residual plus linear layers, which are added one after another, for `Operations.add_products`."""
     for x, linear in terms:
         residual = ops.add_product(residual, x, linear)
     return residual
@@ -321,15 +320,15 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
 
 
 RowScale = tuple[Tensor, float]
-"""Rows x [rows, size] and epsilon of an RMSNorm whose factor per row is still to be applied."""
+"""x [rows, size] and epsilon of an RMSNorm whose factor per row is still to be applied."""
 
 
 Step = Callable[..., Tensor]
-"""A layer bound to a kernel. Takes x [rows, in_features] and the fused operations by name (`FusedKernel.compute`)."""
+"""A layer bound to a kernel. Its arguments are x [rows, in_features] and fused operations by name: see `FusedKernel.compute`."""
 
 
 def bound(ops: Any, linear: Linear, rows: int, gated: bool = False, heads: Heads | None = None) -> Step:
-    """Return a layer bound to the kernel for a number of rows. ops: operations of the device. heads: heads to rotate (RoPE)."""
+    """Return a layer bound to its kernel for this number of rows. ops: the device's operations. heads: heads to rotate (RoPE)."""
     steps: BoundSteps | None = linear.gated_steps if gated else linear.steps
     if steps is None or steps.ops is not ops or (heads is not None and steps.heads is not heads):
         steps = BoundSteps(ops, linear, ops.choice_for(linear, gated), gated, heads)
@@ -341,10 +340,10 @@ def bound(ops: Any, linear: Linear, rows: int, gated: bool = False, heads: Heads
 
 
 class BoundSteps(list[Step]):
-    """A layer bound to a kernel for each bucket of row counts, and to an empty step as the last item."""
+    """A layer bound to a kernel for each bucket of row counts. The last item is the step without rows."""
 
     borrows = True
-    """True: tensors reachable from here belong to other objects (`held_tensors`)."""
+    """True: tensors that this object references belong to other objects (`held_tensors`)."""
 
     def __init__(self, ops: Any, linear: Linear, choice: LinearChoice, gated: bool, heads: Heads | None) -> None:
         self.ops = ops
@@ -353,7 +352,7 @@ class BoundSteps(list[Step]):
         super().__init__([*buckets, partial(self._nothing, linear)])
 
     def _bind(self, linear: Linear, choice: LinearChoice, heads: Heads | None, bucket: int, x: Tensor, **around: Any) -> Tensor:
-        """Bind a bucket at its first step, and run that step."""
+        """Bind the layer for a bucket of row counts at the bucket's first step, and run that step."""
         step = self[bucket] = bound_step(self.ops, linear, choice.kernel_of(bucket), heads, 1 << bucket)
         return step(**{"x": x, **around})
 
@@ -365,7 +364,7 @@ class BoundSteps(list[Step]):
 
 
 def bound_step(ops: Any, linear: Linear, kernel: LinearKernel, heads: Heads | None, rows: int) -> Step:
-    """Return a layer bound to a kernel, with extra launches for operations that it does not fuse. rows: maximum of its bucket."""
+    """Return a layer bound to a kernel, with extra launches for operations that it does not fuse. rows: maximum of the bucket."""
 
     def again(other: LinearKernel) -> Step:
         return bound_step(ops, linear, other, heads, rows)
@@ -384,7 +383,7 @@ class Surrounded:
     """A bound kernel, with launches for the operations around its GEMM that it does not fuse."""
 
     def __init__(self, ops: Any, compute: Step, fused: frozenset[str], activations: Collection[str]) -> None:
-        """Wrap `compute`. fused: operations that the kernel fuses. activations: activations that it can fuse."""
+        """Wrap `compute`. fused: operations that the kernel fuses. activations: activations that the kernel can fuse."""
         self._ops = ops
         self._compute = compute
         self._norms = "norm" in fused
@@ -403,7 +402,7 @@ class Surrounded:
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute the layer, see `FusedKernel.compute`."""
+        """Compute the layer; see `FusedKernel.compute`."""
         ops, scaled_by = self._ops, None
         gates, activates = activation in self._gates, activation in self._activates
         inner: dict[str, Any] = {}
@@ -438,12 +437,12 @@ class Surrounded:
 
 
 class TorchOperations(Operations):
-    """Operations by torch's functions, for CPUs and as a reference for the fused kernels."""
+    """Operations that call torch's functions, for CPUs and as a reference for the fused kernels."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None) -> None:
         """Prepare the operations.
 
-        inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. experts: options for MoE layers. None means
+        inv_freq, factors: float32 [ropes, head_dim / 2]; see `rope.rope_tables`. experts: options for MoE layers. None means
             Headway's own kernels.
         """
         self._inv_freq = inv_freq
@@ -451,7 +450,7 @@ class TorchOperations(Operations):
         self._experts = experts_by(self, experts or ExpertsOptions())
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """Return cos twice, and sin with its first half negated: RoPE is x * cos + swap_halves(x) * sin, three operations."""
+        """Return cos twice, and sin with its first half negated: RoPE is x * cos + swap_halves(x) * sin (three operations)."""
         ropes, dtype = [], embed.table.dtype
         for inv_freq, factors in zip(self._inv_freq, self._factors, strict=True):
             angles = positions[:, None, None] * inv_freq  # float32 [num_tokens, 1, head_dim / 2]
@@ -478,17 +477,17 @@ class TorchOperations(Operations):
         return residual + self.norm(x, norm)
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the choices with a third party's kernel as a candidate. A rule decides all others."""
+        """Return the choices that have a third-party kernel as a candidate. A rule makes all other choices."""
         choices = [linear.choice for linear, _ in products]
         return list(dict.fromkeys(choice for choice in choices if choice is not None and choice.is_open))
 
     def choice_for(self, linear: Linear, gated: bool) -> LinearChoice:
-        """Return the choice of a layer, for `bound`."""
+        """Return the kernel choice of a layer, for `bound`."""
         assert linear.choice is not None
         return linear.choice
 
     def gated(self, both: Tensor, activation: Activation, scaled_by: RowScale | None) -> Tensor:
-        """Return the activation of the first half times the second, for `Surrounded`. scaled_by: not used."""
+        """Return the activation of the first half of `both` times its second half, for `Surrounded`. scaled_by: not used."""
         return self.activated(both, activation, gated=True)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -556,7 +555,7 @@ class TorchOperations(Operations):
         return apply_gate(x, by, gate)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
-        """Bind a layer of experts. Without a third party's kernel, one expert runs after the other.
+        """Bind a layer of experts. Without a third-party kernel, experts run one after another.
 
         :raises ModelError: on a GPU, where the host would have to wait for the device in every layer.
         """
@@ -568,7 +567,7 @@ class TorchOperations(Operations):
 def experts_by(ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor], Tensor] = silu) -> ExpertsLayers:
     """Return a factory for MoE layers whose norm, router and built-in kernel use torch's operations.
 
-    gate: SiLU of a matrix.
+    gate: function that computes the SiLU of a matrix.
     """
 
     def make(kernel: type[ExpertsKernel], spec: ExpertsSpec, shared: object) -> ExpertsKernel | None:

@@ -1,9 +1,8 @@
 """Triton kernels of a decoder step: embedding with RoPE angles, norms, QK-norm and rotary embedding, activation, gate.
 
-Each is one launch that reads its input once. Sums are float32 whatever the tensors' type, and nothing is rounded between the
-operations of one kernel.
-PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start while this one runs. They wait
-(`gdc_wait`) before they touch anything that an earlier kernel writes.
+Each kernel is one launch and reads its input once. Sums are float32 whatever the tensors' type, and nothing is rounded between
+the operations of one kernel. PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start
+while this one runs. They wait (`gdc_wait`) before they touch anything that an earlier kernel writes.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def norm_rows(
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Return an activation of `kernels.step.config` in float32."""
+    """Return an activation of x in float32. ACTIVATION: see `kernels.step.config`."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
@@ -171,7 +170,7 @@ def norm_and_rotate(
 
 @triton.jit
 def row_scale(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return RMSNorm's factor of one row."""
+    """Return the RMSNorm factor of one row."""
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
@@ -179,7 +178,7 @@ def row_scale(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """RMSNorm of heads (NORM), then RoPE (Su et al. 2021). low, high, cos, sin: float32 [heads or rows, HEAD_DIM / 2]."""
+    """Apply RMSNorm to heads (NORM), then RoPE (Su et al. 2021). low, high, cos, sin: float32 [heads or rows, HEAD_DIM / 2]."""
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
         low = low * scale * low_weight
@@ -189,7 +188,7 @@ def rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.const
 
 @triton.jit
 def either(q_ptr, k_ptr, at, is_q, mask):
-    """Return rows of q's or k's weights in float32."""
+    """Return elements of q's norm weight where `is_q` is true, and of k's elsewhere, in float32."""
     q = tl.load(q_ptr + at, mask=mask & is_q, other=0.0).to(tl.float32)
     return q + tl.load(k_ptr + at, mask=mask & (is_q == 0), other=0.0).to(tl.float32)
 
@@ -207,7 +206,7 @@ def activate_and_mul(
     BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = activation(first half) * second half. ROW: x is scaled by its row's norm factor first. Grid (rows, cdiv(SIZE,
+    """y = activation(first half) * second half. ROW: each row of x is first scaled by its norm factor. Grid (rows, cdiv(SIZE,
     BLOCK)).
     """
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The state backend `triton`: one launch for the decode of a layer with a state, and a chunked scan for prompts."""
+"""The state backend `triton`: one launch per layer for decode, and a chunked scan for prompts."""
 
 from headway.kernels.runtime.triton_cache import use_kernel_cache
 

@@ -1,4 +1,4 @@
-"""Arguments of the Triton kernels for layers with a state: constants of spec and state layout, and tuning parameters."""
+"""Arguments of the Triton kernels for layers with a state: constants from the spec and state layout, and tuning parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.kernels.runtime.triton_launch import Launcher, aligned, specialised
 
 @dataclass(frozen=True, slots=True)
 class StateTuning:
-    """Tile sizes and warps of each kernel. None means chosen from the step's size."""
+    """Tile sizes and warps of each kernel. None means that the size of the step determines the value."""
 
     step_value: int | None = None
     """Number of elements of a head's value per program of `step`."""
@@ -26,23 +26,23 @@ class StateTuning:
     rows: int = 32
     """Number of tokens per program of a prompt's convolution: 16, 32 or 64."""
     run: int = 16
-    """Number of these tokens that one thread processes in sequence."""
+    """Number of tokens of a prompt's convolution that one thread processes in sequence."""
     row_warps: int = 2
     chunk_warps: int | None = None
-    """Number of warps of the kernel within chunks."""
+    """Number of warps of the kernel that computes within chunks."""
     walk_turned: bool | None = None
-    """True if the scan keeps values as rows of its state, so that the MMAs read the state from registers."""
+    """True if the scan stores values as rows of its state, so that the MMAs read the state from registers."""
     walk_value: int | None = None
     """Number of elements of a head's value per program of the scan over chunks."""
     walk_warps: int | None = None
     walk_stages: int | None = None
-    """Number of chunks in flight from memory."""
+    """Number of chunks that the scan loads ahead from memory."""
     token_channels: int = 32
     """Number of channels of `mamba1` per program of the scan over tokens."""
 
 
 def convolution_constants(spec: StateSpec, cache: StateCache, parameters: StateParameters) -> Mapping[str, Any]:
-    """Return constants of a layer's convolution. WIDTH is 0 without a convolution."""
+    """Return the compile-time constants of a layer's convolution. WIDTH is 0 if there is none."""
     strides = cache.logical_conv.stride() if spec.conv_channels else (0, 0, 0)
     return {
         "CONV_SLOT": strides[0],
@@ -56,7 +56,7 @@ def convolution_constants(spec: StateSpec, cache: StateCache, parameters: StateP
 
 
 def head_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
-    """Return constants of a recurrence with heads: every kind except `mamba1`."""
+    """Return the compile-time constants of a recurrence with heads, that is, of every kind except `mamba1`."""
     slot, head, key, value = cache.logical_recurrent.stride()
     return {
         "KIND": spec.kind,
@@ -72,7 +72,7 @@ def head_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
 
 
 def channel_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
-    """Return constants of a layer with independent channels: `mamba1`, or only a convolution."""
+    """Return the compile-time constants of a layer with independent channels: `mamba1`, or only a convolution."""
     strides = cache.logical_recurrent.stride() if spec.recurrent else (0, 0, 0, 0)
     return {
         "CHANNELS": spec.num_heads if spec.recurrent else spec.conv_channels,
@@ -99,10 +99,10 @@ def launch(
     launcher: Launcher, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[float],
     constants: Mapping[str, Any], num_warps: int, num_stages: int = 3, spills: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a kernel that takes tensors, then numbers.
+    """Launch a kernel whose parameters are tensors, followed by numbers.
 
     spills: True if the kernel needs more registers than a thread has. Without an explicit limit, ptxas then uses 32 registers and
-    spills 10 to 34 KB; the driver reserves that memory for every resident thread, several gigabytes.
+    spills 10 to 34 KB per thread; the driver reserves that memory for every resident thread, which takes several gigabytes.
     """
     key = (
         *constants.values(), num_warps, num_stages, *(each.dtype for each in tensors),

@@ -32,7 +32,7 @@ LONGEST_KEY = 256
 
 
 class TritonStates(StateBackend):
-    """Convolution and recurrence of a decode in one launch; chunked prompts. Every kind and layout; needs no build step."""
+    """Decode (convolution and recurrence) in one launch, and chunked prompts, for every kind and layout. Needs no build step."""
 
     name = "triton"
     capabilities: ClassVar[StateCapabilities] = StateCapabilities(
@@ -56,7 +56,7 @@ class TritonStates(StateBackend):
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Return whether capabilities, key_dim and the GPU's shared memory allow a layer."""
+        """Return whether the capabilities, the layer's key_dim and the GPU's shared memory allow a layer."""
         support = super().supports(spec, layout, phase)
         if spec.key_dim > LONGEST_KEY:
             support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)

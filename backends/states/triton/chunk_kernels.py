@@ -1,4 +1,4 @@
-"""Chunk kernels for prompts: the convolution; and gates, GEMMs and the delta rule's matrix inverse within a chunk."""
+"""Chunk kernels for prompts: the convolution, and within a chunk the gates, the GEMMs and the delta rule's matrix inverse."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import activated, softplus, store_window, window_of
 
 CHUNK_FIELDS = tl.constexpr(4)
-"""Number of int32 fields per chunk: slot of its sequence (-1 means zeros), first packed token, new tokens before it, its
-tokens."""
+"""Number of int32 fields per chunk: slot of its sequence (-1 means zeros), first packed token, number of new tokens before it,
+number of its tokens."""
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -39,7 +39,7 @@ def convolve_chunks(
     SILU: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
-    """Grid (units, chunks, 64 / ROWS). q is scaled. Inputs under the taps stay in registers from token to token."""
+    """Convolve a chunk, and scale q. Grid (units, chunks, 64 / ROWS). Inputs under the taps stay in registers between tokens."""
     unit = tl.program_id(0)
     slot = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS)
     first = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS + 1).to(tl.int64)
@@ -112,8 +112,7 @@ def leave_inputs(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Grid (cdiv(CHANNELS, BLOCK_C), places): convolution state after a token. Runs after all convolutions have read their
-    slots."""
+    """Store convolution states, after all convolutions have read their slots. Grid (cdiv(CHANNELS, BLOCK_C), places)."""
     first = tl.load(places_ptr + tl.program_id(1) * 4).to(tl.int64)
     tokens = tl.load(places_ptr + tl.program_id(1) * 4 + 1)
     slot = tl.load(places_ptr + tl.program_id(1) * 4 + 2)
@@ -143,11 +142,11 @@ def diagonal(blocks):
 
 @triton.jit
 def inverse_of(a, scratch_ptr, BLOCKS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + a)^-1 for a strictly lower triangular a [64, 64]. scratch: 2,048 float32 elements.
+    """Return (I + a)^-1 for a strictly lower triangular matrix a [64, 64]. scratch_ptr: 2,048 float32 elements.
 
-    The four diagonal blocks of 16 are inverted by forward substitution, one thread per column. With BLOCKS twice the number of
-    warps, the tile's last axis lies within a thread and nothing is exchanged; rows that all threads of a block need go through
-    memory.
+    The four diagonal blocks of 16 are inverted by forward substitution, one thread per column. If BLOCKS is twice the number of
+    warps, the tile's last axis is within a thread and nothing is exchanged; rows that all threads of a block need are passed
+    through memory.
 
     With D the blocks' inverses and N = D times the part of a below the blocks, the result is (I + N)^-1 D. Since N^4 = 0, (I +
     N)^-1 = (I - N)(I + N^2). Applying this doubling to a itself would compute a^32, which overflows if keys are similar.
@@ -251,7 +250,7 @@ def cut_chunks(
     INVERSE_DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (HEADS, chunks)."""
+    """Compute a chunk's gates, GEMMs and inverse for the scan. Grid (HEADS, chunks)."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     first = tl.load(chunks_ptr + chunk * CHUNK_FIELDS + 1).to(tl.int64)

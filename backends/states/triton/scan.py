@@ -38,12 +38,12 @@ from headway.core.contract.state import (
 from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, shared_memory
 
 CHUNK = CHECKPOINT_TOKENS
-"""Number of tokens per chunk. States are available at its multiples."""
+"""Number of tokens per chunk. States are available after multiples of this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPlan:
-    """Plan of one prefill or extend step; all tensors are int32 on the device. The kernels define their fields."""
+    """Plan of one prefill or extend step. All tensors are int32 on the device, with fields defined by the kernels."""
 
     chunks: Tensor
     seqs: Tensor
@@ -115,12 +115,12 @@ _KNOWN_MULTIPLE = 16  # In elements; Triton specialises a kernel by whether a nu
 
 
 def _aligned(spec: StateSpec) -> bool:
-    """Return whether every head's rows can be prefetched. On Hopper, prefetching heads of 72 with values of 136 or 5 is wrong."""
+    """Return whether every head's rows can be prefetched. On Hopper, it is wrong for keys of 72 and values of 136 or 5."""
     return spec.key_dim % _KNOWN_MULTIPLE == 0 and spec.value_dim % _KNOWN_MULTIPLE == 0
 
 
 def shared_bytes(spec: StateSpec) -> int:
-    """Return the minimum shared memory of a prompt in bytes: `walk_chunks` keeps float32 keys and inner products there."""
+    """Return the minimum shared memory for prompts, in bytes: `walk_chunks` stores float32 keys and inner products in it."""
     if spec.dtype != torch.float32 or not spec.recurrent or spec.kind == MAMBA1:
         return 0
     return CHUNK * ((3 if spec.kind == KDA else 2) * _key_block(spec) + CHUNK) * spec.dtype.itemsize
@@ -154,7 +154,7 @@ class StateScan:
         )  # its elements are at most about 2, and float16 is more precise than bfloat16
 
     def workspace_bytes(self, num_tokens: int, num_seqs: int) -> int:
-        """Return the number of bytes that a call takes from torch's allocator."""
+        """Return the number of bytes that a call allocates through torch."""
         spec, chunks = self._spec, num_tokens // CHUNK + num_seqs
         size = spec.dtype.itemsize
         total = num_tokens * self._row * size

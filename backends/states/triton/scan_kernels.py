@@ -9,10 +9,10 @@ from headway.backends.states.triton.window_kernels import softplus
 
 SEQ_FIELDS = tl.constexpr(8)
 """Number of int32 fields per sequence: first chunk, number of chunks (0 in a padding row), first token, number of new tokens,
-slot to read (-1 means zeros), first part and number of parts."""
+slot to read (-1 means zeros), first part, and number of parts."""
 PART_FIELDS = tl.constexpr(2)
-"""Number of int32 fields per part of a sequence: number of the sequence's chunks up to its end, and slot for the state there (-1
-means none). Parts exist because Triton pipelines loads only in innermost loops."""
+"""Number of int32 fields per part of a sequence: number of the sequence's chunks up to the part's end, and slot for the state
+after them (-1 means none). Parts exist because Triton pipelines loads only in innermost loops."""
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -47,7 +47,7 @@ def walk_chunks(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (cdiv(VALUE_DIM, BLOCK_V), HEADS, num_seqs).
+    """Scan a sequence chunk by chunk. Grid (cdiv(VALUE_DIM, BLOCK_V), HEADS, num_seqs).
 
     Let S be the state at a chunk's start and G the cumulative log decays. The delta rule writes the values v' = T (v - exp(G) K
     S), with T = (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with P the decayed scores
@@ -208,7 +208,7 @@ def walk_tokens(
     STATE_KEY: tl.constexpr,
     HAS_D: tl.constexpr,
 ):
-    """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs): mamba1, in which every channel and key element has its own decay."""
+    """Scan a `mamba1` sequence: each channel and key element has its own decay. Grid (cdiv(CHANNELS, BLOCK_C), num_seqs)."""
     seq = tl.program_id(1)
     chunks = tl.load(seqs_ptr + seq * SEQ_FIELDS + 1)
     first = tl.load(seqs_ptr + seq * SEQ_FIELDS + 2).to(tl.int64)

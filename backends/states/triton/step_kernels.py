@@ -1,4 +1,4 @@
-"""Decode of the Triton state backend: convolution, gates and recurrence of the newest tokens in one launch, states in place."""
+"""Decode of the Triton state backend: convolution, gates and recurrence of the newest tokens, in place and in one launch."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def step_heads(
     HAS_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
+    """Run a decode step. Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program has a [BLOCK_K, BLOCK_V] tile of a state.
 
     Both S^T k and S^T q are computed from the state as it was read: with decay a, S' = aS + k d^T, so S'^T q = S^T (aq) + (k . q)
-    d. Neither product waits for the other.
+    d. Neither of the two products waits for the other.
 
-    All programs of a key head read its convolution state, which may be updated in place. Each adds 1 to the key head's counter
-    after reading; the last one writes the new state for all.
+    All programs of a key head read its convolution state, which may be updated in place. After reading, each program adds 1 to
+    the key head's counter; the last program to do so writes the new state for all.
     """
     if PDL:
         gdc_wait()
@@ -422,7 +422,7 @@ class StateStep:
         launch(self._channels, grid, tensors, strides, constants, tuning.channel_warps)
 
     def _cut(self, plan: StatesStepPlan, tuning: StateTuning) -> tuple[int, int]:
-        """Return (value elements per program, warps): a state's tile takes 32 or 64 registers per thread."""
+        """Return (value elements per program, number of warps), with which a state's tile takes 32 or 64 registers per thread."""
         spec = self._spec
         chosen = 64 if plan.num_seqs * spec.num_heads >= 256 else 32
         block_v = min(tuning.step_value or chosen, triton.next_power_of_2(spec.value_dim))

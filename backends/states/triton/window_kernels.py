@@ -19,9 +19,9 @@ def window_of(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,  # WIDTH rounded up to a power of two
 ):
-    """Return the convolution's inputs at a token, float32 [C, BLOCK_W], oldest first, 0 after WIDTH.
+    """Return the convolution's inputs at a token, float32 [C, BLOCK_W], oldest first, and zeros after WIDTH.
 
-    Inputs before the sequence's first new token come from the convolution state, which holds the last WIDTH - 1 inputs.
+    Inputs before the sequence's first new token come from the convolution state, which contains the last WIDTH - 1 inputs.
     """
     tap = tl.arange(0, BLOCK_W)
     token = t - (WIDTH - 1) + tap
@@ -47,7 +47,7 @@ def convolved(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Return the convolution's output at a token, float32 [C]. Taps are added one by one, to keep the tile's register layout."""
+    """Return the convolution's output at a token, float32 [C]. Taps are added one by one, which preserves the register layout."""
     y = tl.zeros([channels.shape[0]], tl.float32)
     if HAS_BIAS:
         y += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
@@ -99,7 +99,7 @@ def convolved_once(
 
 @triton.jit
 def activated(y, SILU: tl.constexpr):
-    """Return the activation after a convolution."""
+    """Return y after the activation that follows a convolution."""
     if SILU:
         # y sigmoid(y) in two native GPU functions; a division would take eight instructions.
         half = tl.rsqrt(1.0 + tl.exp2(y * -1.4426950408889634))
@@ -155,7 +155,7 @@ def leave_windows(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the convolution state after each new token to its slot, the source slot last. No other program may use the
+    """Write the convolution state after each new token to that state's slot, the source slot last. No other program may use the
     channels."""
     base = conv_ptr + slot.to(tl.int64) * CONV_SLOT
     for place in tl.static_range(1 if SINGLE else 2):
@@ -173,7 +173,7 @@ def leave_windows(
 
 @triton.jit
 def out_slot_of(out_slots_ptr, t, count, OUT_WIDTH: tl.constexpr):
-    """Return the slot for the state after a token; -1 means none. A single column is for the state after the last token."""
+    """Return the slot for the state after a token, or -1 for none. A single column is for the state after the last token."""
     if OUT_WIDTH == 1:
         wanted = t == count - 1
         target = tl.load(out_slots_ptr, mask=wanted, other=-1)

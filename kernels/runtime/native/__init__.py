@@ -1,1 +1,1 @@
-"""C kernels for CPUs, compiled once per machine and called by ctypes."""
+"""C kernels for CPUs, compiled once per machine and called through ctypes."""

@@ -1,6 +1,4 @@
-"""Library of the C kernels for CPUs: its build with the local compiler, its functions and structures, and packed weights
-(GEMM).
-"""
+"""Library of the C kernels for CPUs: build with the local compiler, functions and structures, and packed weights (GEMM)."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ VARIABLE = "HEADWAY_CC"
 ROUNDS = "HEADWAY_CPU_ROUNDS_ACTIVATIONS"
 """Environment variable for the precision of activations in GEMMs over .gguf weights.
 
-By default, activations are rounded to 16 bits if the CPU has AVX-512 VNNI. 1 rounds them to 8 bits, which is faster. 0 disables
-rounding.
+By default, activations are rounded to 16 bits if the CPU has AVX-512 VNNI. 1 means rounding to 8 bits, which is faster. 0
+disables rounding.
 """
 _X_BITS = {"0": "-DX_BITS=0", "1": "-DX_BITS=8"}
 SOURCES = Path(__file__).parent / "csrc"
@@ -48,7 +46,7 @@ _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-std=
 _SECONDS = 120
 """Timeout of a compilation in seconds. It takes about 5 s."""
 _LOADING = Lock()
-"""Lock for the compilation, which a starting engine runs in a thread while the model loads."""
+"""Lock for the compilation, which an engine runs in a thread at startup while the model loads."""
 _OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
@@ -58,7 +56,7 @@ class CCompiler:
 
     path: str
     version: str
-    """First line of the output of `--version`."""
+    """First line that the compiler prints for `--version`."""
 
 
 @cache
@@ -79,7 +77,7 @@ def find_compiler() -> tuple[CCompiler | None, Support]:
 
 
 def library() -> tuple[ctypes.CDLL | None, Support]:
-    """Return the C library, compiled at the first call on a machine; (None, the reason) if it cannot be built. Thread-safe."""
+    """Return the C library, or (None, the reason) if it cannot be built. The first call on a machine compiles it. Thread-safe."""
     with _LOADING:
         return build_library()
 
@@ -100,9 +98,7 @@ def build_library() -> tuple[ctypes.CDLL | None, Support]:
 
 
 def _openmp() -> Path | None:
-    """Return the OpenMP runtime that torch has loaded. A second runtime would create a thread pool that competes for the
-    cores.
-    """
+    """Return the OpenMP runtime that torch has loaded. A second one would create a thread pool that competes for cores."""
     torch.get_num_threads()
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -120,9 +116,9 @@ def _flags() -> tuple[str, ...]:
 
 
 def _built(compiler: CCompiler, runtime: Path) -> Path:
-    """Return the path of the shared library, compiling it if needed.
+    """Return the path of the shared library, which is compiled if needed.
 
-    :raises BackendError: if it does not compile.
+    :raises BackendError: if the library does not compile.
     """
     digest = hashlib.sha256(repr((compiler, _flags(), str(runtime), _cpu())).encode())
     for path in sorted(SOURCES.iterdir()):
@@ -148,7 +144,7 @@ def _built(compiler: CCompiler, runtime: Path) -> Path:
 
 
 def _compile(compiler: CCompiler, runtime: Path, target: Path) -> None:
-    """Compile and link, naming the OpenMP runtime by its path: -fopenmp at the link step would add the compiler's own runtime."""
+    """Compile and link with the path of the OpenMP runtime. -fopenmp in the link step would add the compiler's own runtime."""
     objects = {str(source): str(target.with_name(f"{source.stem}.o")) for source in sorted(SOURCES.glob("*.c"))}
     commands = [[compiler.path, *_flags(), "-c", source, "-o", compiled] for source, compiled in objects.items()]
     with ThreadPoolExecutor(len(commands)) as pool:
@@ -179,7 +175,7 @@ def _cpu() -> str:
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers of the element types in `vectors.h`."""
+"""Integers by which `vectors.h` identifies element types."""
 LANES = 16
 """Output features per packed block."""
 
@@ -272,13 +268,13 @@ class Recording:
         return len(self._calls)
 
     def add(self, kind: int, of: ctypes.Structure) -> None:
-        """Append a call. of: its argument structure, which must not change from now on."""
+        """Append a call. of: the call's argument structure, which must not change from now on."""
         self._held.append(of)
         self._calls.append(_Call(kind, ctypes.addressof(of)))
         self._whole = None
 
     def repeat(self) -> None:
-        """Replay the calls. The memory that they point to must still exist."""
+        """Replay the calls. The memory that their arguments point to must still be allocated."""
         if self._whole is None:
             self._whole = (_Call * len(self._calls))(*self._calls)
         _check(self._repeat(self._whole, len(self._calls)))
@@ -290,12 +286,12 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 class Functions:
     """Functions of the C library.
 
-    Each runs on as many threads as torch's operations, and takes addresses and sizes in elements.
+    Each function runs on as many threads as torch's operations. Arguments are addresses, and sizes in elements.
     """
 
     def __init__(self, built: ctypes.CDLL) -> None:
         self.x_bits: int = built.headway_x_bits()
-        """Bits to which GEMMs over quantized values round activations, in groups of 32 columns. 0 means no rounding."""
+        """Number of bits to which GEMMs over quantized values round activations, in groups of 32 columns. 0 means no rounding."""
         self.product = _recorded(0, built.headway_product)
         self.norm = _recorded(1, built.headway_norm)
         self.decode = _recorded(2, built.headway_decode)
@@ -304,7 +300,7 @@ class Functions:
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record the calls that this thread makes in the context."""
+        """Return a context that records the C calls of this thread."""
         recording = Recording(self._repeat)
         token = _recording.set(recording)
         try:
@@ -319,8 +315,8 @@ def is_recording() -> bool:
 
 
 def _recorded(kind: int, function: Any) -> Callable[[ctypes.Structure], None]:
-    """Return a wrapper that calls a C function and records the call if a recording is active. kind: number of the function in
-    steps.c.
+    """Return a wrapper that calls a C function and records the call if a recording is active. kind: integer by which steps.c
+    identifies the function.
     """
     function.argtypes = [c_void_p]
 
@@ -346,14 +342,14 @@ def functions() -> Functions | None:
 
 
 def native_support() -> Support:
-    """Return whether the C library works on this machine, with the reason if not."""
+    """Return whether the C library works on this machine, with the reason if it does not."""
     return library()[1]
 
 
 _FLOAT32, _HALF, _PAIRS, _CODES4, _CODES8 = range(5)
 _FORMS = {torch.float32: _FLOAT32, torch.float16: _HALF, torch.bfloat16: _PAIRS}
 SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM = range(5)
-"""Schemes that dequantize values with scales, numbered as in panels.h."""
+"""Dequantization schemes, identified by the same integers as in panels.h."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -368,16 +364,16 @@ class PackedWeight:
     held: tuple[Tensor, ...]
     """Other tensors that the structure points to."""
     more: tuple[ctypes._Pointer[WeightStruct], ...] = ()
-    """Structures of further rows that have another quantization format than the first rows."""
+    """Structures of later rows whose quantization formats differ from that of the first rows."""
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weight in bytes."""
+        """Size of the weight in bytes."""
         return self.data.nbytes + sum(each.nbytes for each in self.held)
 
     @property
     def gates(self) -> bool:
-        """True if each half of the outputs (gate, up) is a multiple of packed blocks."""
+        """True if gate and up, the halves of the outputs, each fill complete packed blocks."""
         return self.out_features % (2 * LANES) == 0 and not self.more
 
 
@@ -388,21 +384,21 @@ class QuantizedValues:
     codes: Tensor
     """int8 [n, k]: quantized values. 4-bit values are 0 to 15."""
     table: Tensor | None
-    """int8 [16]: the integer that each 4-bit value means (with a minimum: 0 to 15). None for 8-bit values, used as they are."""
+    """int8 [16]: integer for each 4-bit value (0 to 15 if there is a minimum). None for 8-bit values, which are used as is."""
     scale: int
     """Dequantization scheme (`SCALE_...`, see panels.h)."""
     group: int
-    """Columns per scale."""
+    """Number of columns per scale."""
     scales: tuple[Tensor, ...]
-    """Matrices [n, k / group], one for each number of a group: float16, or int8 or uint8 if superblocks scale them."""
+    """Matrices [n, k / group], one per kind of value that a group has: float16, or int8 or uint8 if superblocks scale them."""
     supers: tuple[Tensor, ...] = ()
-    """float16 [n, k / superblock]: numbers of the superblocks."""
+    """float16 [n, k / superblock] each: scales, and minimums if any, of the superblocks."""
     superblock: int = 0
 
 
 def pack_dense(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | None:
-    """Pack a dense weight. None if the C library does not support it: no library, another element type, or an odd k in
-    bfloat16.
+    """Pack a dense weight. None if that is impossible: the library is unavailable, the element type is unsupported, or k is odd
+    in bfloat16.
     """
     n, k = weight.shape
     form = _FORMS.get(weight.dtype)
@@ -472,19 +468,19 @@ def _pack(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: Q
 
 
 def _by_group(matrices: tuple[Tensor, ...]) -> Tensor:
-    """Pack matrices [n, groups] to [blocks, groups, matrices, 16]."""
+    """Pack matrices [n, groups] into one tensor [blocks, groups, matrices, 16]."""
     blocks = [_whole(each).view(-1, LANES, each.shape[1]).transpose(1, 2) for each in matrices]
     return torch.stack(blocks, dim=2).contiguous()
 
 
 def _whole(rows: Tensor) -> Tensor:
-    """Pad rows with zeros to a multiple of the packed block's rows."""
+    """Return rows padded with zeros to a multiple of a packed block's rows."""
     missing = -len(rows) % LANES
     return rows.contiguous() if not missing else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
 def multiply(packed: PackedWeight, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply x [rows, k] by a packed weight and add its bias (GEMM). Return [rows, n], written to `out` if it is given."""
+    """Multiply x [rows, k] by a packed weight and add the bias (GEMM). Return [rows, n], written to `out` if it is given."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     found, target = functions(), x.new_empty(len(x), packed.out_features) if out is None else out
     assert found is not None

@@ -20,9 +20,9 @@ log = logging.getLogger("headway")
 
 
 class Compiler:
-    """NVRTC, the run-time compiler. It needs no toolkit and no host compiler, and takes half a second per kernel.
+    """NVRTC, CUDA's run-time compiler. It needs neither the CUDA toolkit nor a host compiler, and takes half a second per kernel.
 
-    :raises ImportError or RuntimeError: if cuda.core or the NVRTC library is not installed; `find_compiler` says which.
+    :raises ImportError or RuntimeError: if cuda.core or the NVRTC library is not installed. `find_compiler` reports which one.
     """
 
     name = "NVRTC"
@@ -62,7 +62,7 @@ class Compiler:
 
 @cache
 def find_compiler() -> tuple[Compiler | None, Support]:
-    """Return the compiler; (None, the reason) if it is missing or its kernels could not be launched."""
+    """Return the compiler, or (None, the reason) if it is missing or its kernels cannot be launched."""
     hint = f'pip install "cuda-core[cu{cuda_major()}]>=1.2"'
     launches: Any
     launches, support = find("cuda.core", "LaunchConfig", hint)
@@ -81,7 +81,7 @@ def find_compiler() -> tuple[Compiler | None, Support]:
 
 
 def _driver_loads(compiler: Compiler) -> Support:
-    """Return whether the driver, if present, can load the compiler's output: its major version is the same or newer."""
+    """Return whether the driver, if any, can load the compiler's output: its major version must be the same or newer."""
     if not torch.cuda.is_available():
         return YES  # compiling for another machine
     from cuda.bindings import driver
@@ -95,12 +95,12 @@ def _driver_loads(compiler: Compiler) -> Support:
 
 
 def cuda_major() -> str:
-    """Return the major CUDA version that torch was built for, whose driver can load the kernels; 13 for a CPU build of torch."""
+    """Return the major CUDA version that torch was built for, since its driver can load the kernels. CPU builds return 13."""
     return (torch.version.cuda or "13").split(".")[0]
 
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
-"""Names of element types in the CUDA sources."""
+"""Element type -> its name in the CUDA sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ class Variant:
     """One variant of a kernel: a source file and its compile-time constants."""
 
     folder: Path
-    """Folder of the source and its includes: `csrc` of a backend."""
+    """Folder of the source and its includes, such as the `csrc` of a backend."""
     source: str
-    """Name of the file in the folder."""
+    """Name of the source file in the folder."""
     constants: tuple[tuple[str, str | int], ...] = ()
     """Macros and their values."""
 
@@ -129,7 +129,7 @@ class Variant:
 
     @property
     def owner(self) -> str:
-        """Name of the backend that the source belongs to."""
+        """Name of the backend that contains the source."""
         return self.folder.parent.name
 
     def compile(self, arch: str, compiler: Compiler) -> bytes:
@@ -146,6 +146,6 @@ class Variant:
 def architecture(device: torch.device, *, specific: bool = False) -> str:
     """Return the architecture of a device, such as sm_90.
 
-    specific: return sm_90a instead, whose instructions (such as Hopper's wgmma) other generations do not have.
+    specific: True to return sm_90a instead, which adds instructions that other generations lack (such as Hopper's wgmma).
     """
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if specific else "")

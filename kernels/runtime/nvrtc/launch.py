@@ -18,14 +18,14 @@ from headway.core.contract.kernel import AHEAD
 Value = int | numpy.int32 | numpy.float32 | bytes
 """Kernel argument: int for a pointer or long long; bytes for a struct passed by value, such as a tensor map."""
 _PITCH = 64
-"""Alignment of every value in bytes: that of a tensor map, the strictest among kernel parameters."""
+"""Alignment of every value, in bytes: the alignment of a tensor map, which is the strictest of all kernel parameters."""
 
 
 class Arguments:
-    """Values of a kernel's parameters, in their order, in the form that the driver takes.
+    """Values of a kernel's parameters, in the kernel's order and the driver's format.
 
-    A launch copies the values, so they may be changed as soon as it returns; `set` writes them directly to memory. Not
-    thread-safe: only one thread at a time may set and launch.
+    A launch copies the values, so they may be changed as soon as it returns. `set` writes values directly to the memory that
+    launches read. Not thread-safe: only one thread at a time may set and launch.
     """
 
     __slots__ = ("_formats", "_memory", "_pointers", "_start", "address", "values")
@@ -45,7 +45,7 @@ class Arguments:
         packer.pack_into(self._memory, self._start, *values)
 
     def set(self, *values: Value) -> None:
-        """Change the first values. Each must keep its type."""
+        """Replace the first values. The type of each value must stay the same."""
         packer, _ = _layout(self._formats[: len(values)])
         packer.pack_into(self._memory, self._start, *values)
         self.values = values + self.values[len(values) :]
@@ -91,12 +91,12 @@ _MAX_BOX = 256
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> bytes:
-    """Return the tensor map of a tensor whose last axis is contiguous. Pass it by value, as `const __grid_constant__`.
+    """Return the tensor map of a tensor whose last axis is contiguous. Pass the map by value, as `const __grid_constant__`.
 
     box: extents of one copy, in the tensor's axis order (the kernel's coordinates start with the innermost axis). Elements
-        outside the tensor are read as zero and not written. swizzle: 0, 32, 64 or 128, the bytes within which 16-byte chunks are
-        permuted in shared memory; a row of the box must not be longer.
-    Results are cached by address and arguments: a repeated call takes about 1 us.
+        outside the tensor are read as zero and not written. swizzle: number of bytes (0, 32, 64 or 128) within which 16-byte
+        chunks are permuted in shared memory; a row of the box must not be longer. Results are cached by address and arguments: a
+        repeated call takes about 1 us.
     :raises BackendError: if the hardware does not support the map, with the violated rule.
     """
     return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), box, swizzle)
@@ -154,11 +154,11 @@ def _check(
 
 
 _UNASKED_SHARED = 46 * 1024
-"""Dynamic shared memory in bytes that any thread block may use without asking: 48 KiB less the static part (at most 2 KiB)."""
+"""Dynamic shared memory, in bytes, that needs no `allow_shared`: 48 KiB less the static part (at most 2 KiB)."""
 
 
 class Launch:
-    """Launch configuration of a kernel. Plans reuse it, because making one costs more than launching."""
+    """Launch configuration of a kernel. Plans reuse it, because making a configuration costs more than launching a kernel."""
 
     __slots__ = ("block", "cluster", "config", "grid", "overlaps", "shared_bytes")
 
@@ -173,8 +173,8 @@ class Launch:
     ) -> None:
         """Configure a launch.
 
-        overlaps: True lets the kernel start while its predecessor runs; it waits by itself before it reads its predecessor's
-            results (programmatic dependent launch). cluster: thread blocks per cluster in each direction of the grid.
+        overlaps: True to let the kernel start while its predecessor runs (programmatic dependent launch). The kernel itself waits
+        before it reads its predecessor's results. cluster: thread blocks per cluster in each direction of the grid.
         """
         from cuda.bindings import driver
 
@@ -210,10 +210,10 @@ class Launch:
 
 
 class CompiledKernel:
-    """A function of a cubin on one device."""
+    """A kernel function in a cubin, on one device."""
 
     def __init__(self, cubin: Callable[[], bytes], name: str, device: torch.device) -> None:
-        """Make a kernel without loading it. cubin: returns the machine code; called once, by `load` or the first launch."""
+        """Make a kernel without loading it. cubin: returns the machine code; called once, by `load` or by the first launch."""
         from cuda.bindings import driver
 
         self._cubin = cubin
@@ -222,7 +222,7 @@ class CompiledKernel:
         self._driver = driver
         self._index = device.index or 0
         self._attributes: dict[Any, int] = {}
-        """Attributes to set on the function, by the driver's names."""
+        """Driver's name of each attribute to set on the function -> value of the attribute."""
         self._shared_limit = _UNASKED_SHARED
         self._kernel: Any = None
         self._function: Any = None
@@ -235,7 +235,7 @@ class CompiledKernel:
     def load(self) -> None:
         """Load the machine code into the driver.
 
-        :raises BackendError: if it does not compile, or the driver does not load it.
+        :raises BackendError: if the source does not compile, or the driver does not load the machine code.
         """
         from cuda.core import ObjectCode
 
@@ -251,7 +251,7 @@ class CompiledKernel:
             self._set(attribute, value)
 
     def allow_shared(self, shared_bytes: int) -> None:
-        """Raise the limit of dynamic shared memory per thread block. Call it before a launch that needs more."""
+        """Raise the limit of dynamic shared memory per thread block. Call this before a launch that exceeds the limit."""
         if shared_bytes > self._shared_limit:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._attributes[attribute] = self._shared_limit = shared_bytes
@@ -259,7 +259,7 @@ class CompiledKernel:
                 self._set(attribute, shared_bytes)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """Launch on torch's current stream of the device, without synchronising. arguments: may be changed after the return."""
+        """Launch on torch's current stream of the device, without synchronising. arguments: may be changed when this returns."""
         if AHEAD.get() is not None:
             return
         if self._function is None:

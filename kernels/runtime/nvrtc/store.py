@@ -1,4 +1,4 @@
-"""Disk cache of compiled kernels: one cubin per source, set of constants and architecture."""
+"""Disk cache of compiled kernels: one cubin for each combination of source, constants and architecture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headway.kernels.runtime.nvrtc.launch import CompiledKernel
 log = logging.getLogger("headway")
 
 _DIGEST_BYTES = 32
-"""Size of the SHA-256 appended to the cubin in its file. ELF readers ignore bytes after the end."""
+"""Size in bytes of the SHA-256 digest that follows the cubin in its file. ELF readers ignore bytes after the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Built:
     path: Path | None
     """Path of the cached file. None if the folder is not writable, so the next process compiles again."""
     seconds: float
-    """Compilation time in seconds. 0 if the cubin was cached."""
+    """Compilation time in seconds. 0 means that the cubin was cached."""
 
 
 def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
-    """Return the path of a cubin; its name contains a hash of everything that it was compiled from."""
+    """Return the path of a cubin. The file's name contains a hash of everything that the cubin was compiled from."""
     digest = hashlib.sha256()
     for path in sorted(variant.folder.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -47,11 +47,11 @@ def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
 
 
 def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
-    """Return the cubin from the disk cache, or compile and cache it.
+    """Return a variant's cubin from the disk cache, or compile and cache it.
 
-    The file appears atomically: processes that compile the same variant at once waste half a second, but never read a partial
-    file. A damaged file is compiled again. If the folder is not writable (read-only, full), every process compiles, with one
-    warning.
+    The file is written atomically: processes that compile the same variant at the same time waste half a second, but never read a
+    partial file. A damaged file is replaced by a new compilation. If the folder is not writable (read-only, full), every process
+    compiles, with one warning.
     :raises BackendError: if the source does not compile.
     """
     path = compiled_path(variant, arch, compiler)
@@ -82,7 +82,8 @@ def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, worker
 
 @cache
 def load(variant: Variant, function: str, device: torch.device, arch: str | None = None) -> CompiledKernel:
-    """Return a function of a variant, ready to launch on a device. It is compiled if needed; in `AHEAD`, asynchronously.
+    """Return a function of a variant, ready to launch on a device. It is compiled if needed: asynchronously if kernels are being
+    compiled ahead (`AHEAD`).
 
     arch: overrides the device's architecture, such as sm_90a for instructions that only Hopper has.
     :raises UnsupportedError: if there is no compiler.
