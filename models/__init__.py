@@ -1,1 +1,1 @@
-"""Models: the packed decoder, encoders, checkpoints and loaders. Of Headway's packages it imports only core."""
+"""Models: the packed decoder, encoders, checkpoints and loaders. The only Headway package that it imports is core."""

@@ -16,7 +16,7 @@ from headway.kernels.step.config import Activation, GateActivation, LatentConfig
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Tensor names of a mixture of experts, below a layer's prefix. `{}` is the expert's number."""
+    """Tensor names of a mixture of experts, after the layer's prefix. `{}` is the expert's index."""
 
     router: str = "mlp.gate"
     correction_bias: str = "mlp.gate.e_score_correction_bias"
@@ -24,21 +24,21 @@ class ExpertNames:
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
     interleaved: bool = False
-    """True if the next two tensors are transposed and interleave gate and up (gpt-oss)."""
+    """True if `stacked_gate_up` and `stacked_down` are transposed and gate and up are interleaved (gpt-oss)."""
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
-    """Tensor of all experts, read instead of `gate` and `up` if a checkpoint has it."""
+    """Stacked tensor of all experts, read instead of `gate` and `up` if the checkpoint has it."""
     stacked_down: str = "mlp.experts.down_proj"
     shared: str = "mlp.shared_experts"
-    """Prefix of the shared experts' MLP, which has the next two modules."""
+    """Prefix of the shared experts' MLP, which contains `shared_up` and `shared_down`."""
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Gate and up projection, or one name for both in one tensor."""
+    """Gate and up projections, or a single name if both are in one tensor."""
     shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True)
 class LatentNames:
-    """Module names of latent attention's linear layers and norms, below a layer's prefix."""
+    """Module names of latent attention's linear layers and norms, after the layer's prefix."""
 
     q: str = "self_attn.q_proj"
     """Query projection of models without a low-rank query."""
@@ -52,16 +52,16 @@ class LatentNames:
 
 @dataclass(frozen=True)
 class StateNames:
-    """Names of a recurrent part's linear layers, norms and parameters, below a layer's prefix."""
+    """Names of a recurrent part's linear layers, norms and parameters, after the layer's prefix."""
 
     norm: str | None = "input_layernorm"
-    """Norm before the part."""
+    """Norm before the recurrent part. None means that there is no such norm."""
     inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Input projections, and the sections that each holds, in order; `layers/` defines the sections of each kind."""
+    """Input projections, each with its sections in order; `layers/` defines the sections of each kind of recurrence."""
     by_key_head: bool = False
-    """True if a projection groups the rows of all sections by key head (Qwen3-Next)."""
+    """True if input projections group the rows of all sections by key head (Qwen3-Next)."""
     conv: tuple[str, ...] = ()
-    """Convolutions: one over all channels, or one for each section."""
+    """Names of the convolutions: one over all channels, or one for each section."""
     A_log: str = ""
     dt_bias: str = ""
     D: str = ""
@@ -69,30 +69,30 @@ class StateNames:
     """Norm of the recurrence's output."""
     out: str = ""
     low_rank: tuple[str, ...] = ()
-    """Second halves of low-rank projections: decay and output gate (`kda`), dt (`mamba1`)."""
+    """Second linear layers of low-rank projections: decay and output gate (`kda`), dt (`mamba1`)."""
     from_conv: str = ""
-    """Projection of the convolution's output to dt, B and C (`mamba1`)."""
+    """Projection from the convolution's output to dt, B and C (`mamba1`)."""
     from_conv_norms: tuple[str, ...] = ()
     """Norms of dt, B and C (`mamba1`)."""
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Module names without `.weight` and `.bias`. None means that the model has no such part; this determines where norms are."""
+    """Module names without `.weight` and `.bias`. None means that the model has no such module."""
 
     embed: str = "model.embed_tokens"
     positions: str | None = None
-    """Table of learned positions."""
+    """Table of learned position embeddings."""
     norm: str = "model.norm"
     head: str = "lm_head"
     layer: str = "model.layers.{}."
-    """Prefix of the names below; `{}` is the layer's number."""
+    """Prefix of all names in a layer; `{}` is the layer's index."""
     attention_norm: str | None = "input_layernorm"
     """Norm before attention."""
     mixer_norm: str = "input_layernorm"
     """Norm before a mixer: attention and a recurrent part side by side, or a part that adds to the normed input."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Query, key and value projections, or one name for all three in one tensor."""
+    """Query, key and value projections, or a single name if all three are in one tensor."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
@@ -102,7 +102,7 @@ class TensorNames:
     mlp_norm: str | None = "post_attention_layernorm"
     """Norm before the MLP."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Gate and up projection, or one name for both in one tensor; of an ungated MLP, its first linear layer."""
+    """Gate and up projections, or a single name if both are in one tensor. For an ungated MLP, its first linear layer."""
     down: str = "mlp.down_proj"
     mlp_post_norm: str | None = None
     experts: ExpertNames = field(default_factory=ExpertNames)
@@ -111,11 +111,11 @@ class TensorNames:
     transposed: bool = False
     """True if weights are stored as [in_features, out_features] (GPT-2)."""
     ignored: tuple[str, ...] = ()
-    """Suffixes of unneeded tensors that some of the family's checkpoints have."""
+    """Name suffixes of unneeded tensors in some of the family's checkpoints."""
     ignored_modules: tuple[str, ...] = ()
-    """Prefixes of unneeded modules, such as draft (MTP) layers."""
+    """Name prefixes of unneeded modules, such as draft (MTP) layers."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """Pairs of a part of a name and its replacement in some checkpoints."""
+    """Pairs of a substring of a name and its replacement in some checkpoints."""
 
 
 LLAMA_NAMES = TensorNames()
@@ -123,10 +123,10 @@ LLAMA_NAMES = TensorNames()
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding (RoPE), including its scaling (Su et al. 2021). Equal ones are computed once for all layers."""
+    """One rotary embedding (RoPE), including its scaling (Su et al. 2021). Layers with equal embeddings share them."""
 
     inv_freq: tuple[float, ...]
-    """head_dim / 2 frequencies; 0 for elements that are not rotated."""
+    """head_dim / 2 frequencies in radians per token; 0 for elements that are not rotated."""
     factors: tuple[float, ...]
     """Factor of cos and sin for each frequency: YaRN's attention factor, else 1."""
     rotary_dim: int
@@ -135,7 +135,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Parts of one layer: attention, a recurrent part, or both side by side, followed by an MLP. Each may be absent."""
+    """Parts of one layer: attention, a recurrent part or both in parallel, then an MLP. Any part may be absent."""
 
     sliding_window: int | None = None
     rope: int | None = 0
@@ -143,39 +143,39 @@ class LayerConfig:
     attention: bool = True
     """True if the layer has attention, which is latent if `DecoderConfig.latent` is set."""
     state: bool = False
-    """True if the layer has the recurrent part of `DecoderConfig.state`. With attention, both read the same normed input, and the
-    sum of their outputs is added (Falcon-H1).
+    """True if the layer has the recurrent part of `DecoderConfig.state`. With attention, both read the same normed input, and
+    the sum of their outputs is added to the residual stream (Falcon-H1).
     """
     mlp: Literal["dense", "experts"] | None = "dense"
     """Kind of MLP; `experts` means `DecoderConfig.experts`. None means no MLP."""
     normed_scales: tuple[float, float] | None = None
-    """Factors of the normed stream to which the mixer and the MLP add their outputs, instead of to the stream before the norm
-    (MiniMax-01). None means the usual residual stream.
+    """Factors of the normed streams that the mixer's and the MLP's outputs are added to (MiniMax-01). None means that outputs are
+    added to the usual residual stream.
     """
     slopes: tuple[float, ...] = ()
-    """Decay of each head's state (`lightning`): exp(-slope) per token."""
+    """Slope of each head (`lightning`): the state decays by exp(-slope) per token."""
     names: TensorNames | None = None
     """Names of the layer's tensors if they differ from `DecoderConfig.names`."""
 
 
 @dataclass(frozen=True)
 class StateConfig:
-    """Recurrent parts of a model, all of one kind, with the operations around the recurrence."""
+    """Configuration of a model's recurrent parts, all of one kind, and of the operations around the recurrence."""
 
     spec: StateSpec
-    """Sizes. The decoder sets the dtype and device with which the model is loaded."""
+    """Sizes of the recurrence. The decoder sets the dtype and device to those of the loaded model."""
     gate: GateActivation = "silu"
     """Activation of the gate that multiplies the recurrence's output."""
     norm_size: int = 0
     """Number of output elements that are normalized together. 0 means no norm."""
     norm_eps: float | None = None
-    """Epsilon of that norm. None means the model's."""
+    """Epsilon of the output norm. None means the model's epsilon."""
     norm_all_weights: bool = False
-    """True if the norm has a weight for each output element; False if the groups share one set of weights."""
+    """True if the output norm has a weight for each output element; False if all groups share one set of weights."""
     gate_first: bool = False
     """True if the output is multiplied by its gate before the norm."""
     slopes: tuple[float, ...] = ()
-    """Decays of one layer (`lightning`), from its LayerConfig."""
+    """Decay slopes of one layer (`lightning`), from its LayerConfig."""
     dt_rank: int = 0
     """Rank of the projection to dt (`mamba1`)."""
     conv_bias: bool = False
@@ -185,28 +185,28 @@ class StateConfig:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Factors of linear layers' outputs (Falcon-H1). Weights are multiplied by them while loading."""
+    """Factors of the outputs of linear layers (Falcon-H1). Weights are multiplied by the factors while loading."""
 
     qkv: tuple[float, float, float] = (1.0, 1.0, 1.0)
     attention: float = 1.0
-    """Factor of attention's output before it is added to the residual stream; `state` and `mlp` are the same for other parts."""
+    """Factor of attention's output before it is added to the residual stream; `state` and `mlp` apply to those parts."""
     state: float = 1.0
     mlp: float = 1.0
     gate: float = 1.0
     """Factor of the MLP's gate projection, before the activation."""
     sections: tuple[tuple[str, float], ...] = ()
-    """Factors of sections of a recurrent part's input projection."""
+    """Pairs of a section of a recurrent part's input projection and its factor."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and switches of a decoder. The decoder supports any combination of these differences between families."""
+    """Shapes and switches of a decoder. The decoder supports any combination of these options."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Inner size of a dense MLP."""
+    """Number of inner elements of a dense MLP."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -216,7 +216,7 @@ class DecoderConfig:
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
     ropes: tuple[RopeConfig, ...]
-    """Rotary embeddings, all of one size. Empty means learned positions or none."""
+    """Rotary embeddings, all of the same size. Empty means learned positions, or no positions."""
     tie_word_embeddings: bool
     names: TensorNames = LLAMA_NAMES
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
@@ -238,12 +238,12 @@ class DecoderConfig:
     state: StateConfig | None = None
     multipliers: Multipliers = Multipliers()
     output_gate: bool = False
-    """True if attention's output is multiplied by the sigmoid of a gate that the q projection computes per head (Qwen3-Next)."""
+    """True if attention's output is multiplied by the sigmoid of a gate computed by the q projection (Qwen3-Next)."""
     embedding_scale: float = 1.0
     position_offset: int = 0
-    """Rows of the table of learned positions before position 0 (OPT)."""
+    """Number of rows before position 0 in the table of learned positions (OPT)."""
     residual_scale: float = 1.0
-    """Factor of what a part adds to the residual stream (Granite)."""
+    """Factor of each part's output when it is added to the residual stream (Granite)."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
@@ -254,12 +254,12 @@ class DecoderConfig:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each attention layer; None means none."""
+        """Sliding window of each attention layer in tokens; None for a layer without a window."""
         return tuple(layer.sliding_window for layer in self.layers if layer.attention)
 
 
 class BeyondDecoderError(ModelError):
-    """A valid model that Headway's own decoder does not support; transformers may support it."""
+    """Raised for a valid model that Headway's own decoder does not support; transformers may support it."""
 
 
 def cached_spec(
@@ -271,7 +271,7 @@ def cached_spec(
     sinks: tuple[float, ...] | None = None,
     batch_invariant: bool = False,
 ) -> AttentionSpec:
-    """Return the attention spec of a layer's KV cache. sinks: one logit per query head from the checkpoint, if `config.sinks`."""
+    """Return the attention spec of a layer's KV cache. sinks: the checkpoint's logit of each query head."""
     if (latent := config.latent) is not None:
         return AttentionSpec(
             num_heads=config.num_heads,
@@ -298,7 +298,7 @@ def cached_spec(
 
 
 def expanded_spec(config: DecoderConfig, latent: LatentConfig, cached: AttentionSpec) -> AttentionSpec:
-    """Return the spec of a latent layer's expanded heads, used for prefill. cached: the spec of its cache."""
+    """Return the attention spec of a latent layer's expanded heads, used for prefill. cached: spec of the layer's cache."""
     return replace(
         cached,
         num_kv_heads=config.num_heads,
@@ -310,5 +310,5 @@ def expanded_spec(config: DecoderConfig, latent: LatentConfig, cached: Attention
 
 
 def state_spec(state: StateConfig, dtype: torch.dtype, device: torch.device) -> StateSpec:
-    """Return the spec of a recurrent layer with the dtype and device of the loaded model."""
+    """Return the state spec of a recurrent layer with the dtype and device of the loaded model."""
     return replace(state.spec, dtype=dtype, device=device)

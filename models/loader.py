@@ -1,4 +1,4 @@
-"""Loading of models: decoder, tokenizer and end-of-text tokens; or only the specs of the layers."""
+"""Loading of models: decoder, tokenizer and end-of-text tokens; or only the layers' specs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LOAD_FORMATS = ("auto", "dummy")
 """Values of load_format: auto reads the folder's safetensors files; dummy draws random weights with the shapes of config.json."""
 MODEL_IMPLS = ("auto", "headway", "transformers")
-"""Values of model_impl: headway; transformers (its code with Headway's attention and cache); auto prefers headway."""
+"""Values of model_impl: headway; transformers (its code with Headway's attention and KV cache); auto prefers headway."""
 
 log = logging.getLogger("headway")
 
@@ -58,44 +58,44 @@ class LoadedModel:
     implementation: str
     """Name of the implementation, for messages: Headway's decoder or transformers' code."""
     tokenizer: Any
-    """Result of `read_tokenizer`. None if there is none or it was skipped: inputs and outputs are token ids."""
+    """Result of `read_tokenizer`. None if missing or skipped: inputs and outputs are then token ids."""
     eos_token_ids: frozenset[int]
-    """Tokens that end a response unless ignore_eos is set; see `read_end_tokens`."""
+    """Ids of the tokens that end a response unless ignore_eos is set; see `read_end_tokens`."""
     tokenizer_folder: Path | None = None
-    """Folder of the tokenizer. None if there is none."""
+    """Folder of the tokenizer. None means no tokenizer."""
     live_weights: LiveWeights | None = None
-    """Interface to replace weights at run time. None for quantized weights, several ranks, or transformers' code."""
+    """Interface for replacing weights at run time. None for quantized weights, several ranks, or transformers' code."""
     long_factors: bool = False
-    """True if RoPE of type `longrope` uses its long factors: cached keys depend on it."""
+    """True if RoPE of type `longrope` uses its long factors. Cached keys depend on this choice."""
 
     @property
     def rounding(self) -> str:
-        """Description of the rounding of activations by this CPU's kernels; empty if there is none."""
+        """Description of how this CPU's kernels round activations; empty if they do not."""
         return self.decoder.rounding if isinstance(self.decoder, Decoder) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Rarely used options of loading."""
+    """Rarely used options of `load_model`."""
 
     batch_invariant: bool = False
     """True for deterministic mode; see Decoder."""
     torch_compile: bool | None = False
-    """True compiles the layers of a model that runs on transformers' code. None means if it works."""
+    """True compiles the layers of a model that runs on transformers' code. None compiles them if that works."""
     quantization: str | None = None
-    """Quantization of plain weights of linear layers, a key of ON_LOADING. None means none."""
+    """Quantization applied to plain weights of linear layers, a key of ON_LOADING. None means no quantization."""
     keep_quantized: bool = True
     """False dequantizes all quantized weights, even if the device has kernels for them."""
     tokenizer: str | None = None
     """Tokenizer, as a name for `locate`. None means the model's folder."""
     origin: ModelOrigin = AS_IT_IS
-    """Options that determine the files of the model."""
+    """Options that determine which files the model is loaded from."""
     slots: AdapterSlots | None = None
-    """Slots for adapters. None means no adapters."""
+    """Slots for LoRA adapters. None means no adapters."""
     kernels: LinearKernels | None = None
     """Kernels for linear layers on the model's device. None means Headway's own."""
     max_model_len: int | None = None
-    """Maximum sequence length, which selects `longrope`'s factors. None means the model's own."""
+    """Maximum sequence length in tokens, which selects `longrope`'s factors. None means the model's maximum."""
     experts: ExpertsOptions = field(default_factory=ExpertsOptions)
     """Kernels allowed for MoE layers."""
 
@@ -115,8 +115,8 @@ def load_model(
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (where bfloat16 is slower), else the checkpoint's. An
     explicit float32 is exact: blocks of a .gguf file are dequantized if their kernels would round activations.
     load_format: auto or dummy. dummy needs only a config.json; the tokenizer is read if the folder has one.
-    model_impl: one of MODEL_IMPLS; the log names the implementation, and why auto chose transformers.
-    ranks: with several, only this rank's shard is loaded; every rank must call.
+    model_impl: one of MODEL_IMPLS; the log names the implementation, and the reason why auto chose transformers.
+    ranks: if there are several, only this rank's shard is loaded, and every rank must call this function.
 
     :raises ModelError: if the model is unknown, unreadable or unsupported.
     :raises ConfigError: if dtype, load_format or model_impl is unknown, or the model does not divide among the ranks.
@@ -166,11 +166,11 @@ def load_model(
 
 
 def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | None, ranks: Ranks, options: LoadOptions) -> None:
-    """Check that no option is set that transformers' code does not support.
+    """Check that all options that are set are supported with transformers' code.
 
-    stored: format of the checkpoint's weights; quantization: quantization of plain weights while loading.
+    stored: quantization of the checkpoint. quantization: quantization applied while loading.
 
-    :raises HeadwayError: if such an option is set; it names the option.
+    :raises HeadwayError: if an unsupported option is set; the error names the option.
     """
     need, hint = "a model that Headway's decoder computes", "model_impl='headway' says what Headway's decoder lacks"
     if options.batch_invariant:
@@ -194,9 +194,9 @@ def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | 
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
-    """Return the quantization of plain weights while loading. asked: that, or the checkpoint's own method, which means none.
+    """Return the quantization to apply while loading. asked: a key of ON_LOADING, or the checkpoint's own method (no effect).
 
-    :raises ConfigError: if it is neither.
+    :raises ConfigError: if `asked` is neither.
     """
     own = "" if stored is None else stored.method
     if asked is None or (own and asked.removesuffix("_marlin") == own):
@@ -208,14 +208,14 @@ def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
 
 
 class _Stores(NamedTuple):
-    """Formats of weights in memory."""
+    """Options that determine the formats of weights in memory."""
 
     stored: Quantization | None
-    """Format of the checkpoint's weights, or of random weights instead."""
+    """Quantization of the checkpoint, which random weights copy. None means unquantized."""
     quantization: str | None
-    """Quantization of plain weights while loading."""
+    """Quantization applied to plain weights while loading. None means no quantization."""
     kernels: LinearKernels | None = None
-    """Kernels whose formats stay quantized. None dequantizes all weights."""
+    """Kernels for linear layers; weights in their formats stay quantized. None dequantizes all weights."""
     exact: bool = True
     """True to dequantize a .gguf file's blocks if their kernels round activations."""
     experts: ExpertsOptions | None = None
@@ -256,9 +256,9 @@ def _weights(
 def reads_expert_weight(
     weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: ExpertsOptions | None
 ) -> bool:
-    """Return whether a kernel reads a quantized weight of experts.
+    """Return whether a kernel supports a quantized weight of experts.
 
-    On a CPU, third-party kernels are considered too. On torch's device `meta` the answer is True, and kernels are checked later.
+    On a CPU, third-party kernels are considered too. On torch's `meta` device the result is True, and kernels are checked later.
     """
     if device.type == "meta":
         return True
@@ -268,12 +268,12 @@ def reads_expert_weight(
 
 
 def _never(weight: QuantizedWeight) -> bool:
-    """Return False: keep no weight quantized."""
+    """Return False, so that every weight is dequantized."""
     return False
 
 
 def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", quantization: str | None = None) -> None:
-    """Check the values of these options. :raises ConfigError: if one is unknown."""
+    """Check the values of loading options. :raises ConfigError: if a value is unknown."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
     if load_format not in LOAD_FORMATS:
@@ -304,17 +304,17 @@ def decoder_config(config: Any, required: bool, longest: int | None = None) -> D
 def read_config(folder: Path, plain: bool = True) -> Any:
     """Return the configuration of a model folder, as transformers reads it. plain: see `config_of`.
 
-    :raises ModelError: if there is none, it cannot be read, or Headway does not support the kind of checkpoint.
+    :raises ModelError: if config.json is missing or unreadable, or Headway does not support the kind of checkpoint.
     """
     return config_of(folder, check_folder(folder), plain)
 
 
 def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> Any:
-    """Return the configuration of a model folder, as transformers reads it. stated: its config.json, checked.
+    """Return the configuration of a model folder, as transformers reads it. stated: the checked content of config.json.
 
-    plain: allow common ones to be read without transformers; the result then has only the fields that the decoder needs.
+    plain: True to read common configurations without transformers; the result then has only the fields that the decoder needs.
 
-    :raises ModelError: if it cannot be read, or Headway does not support its kind.
+    :raises ModelError: if the configuration cannot be read, or Headway does not support its model type.
     """
     short = plain_config(stated) if plain else None
     if short is not None:
@@ -331,7 +331,7 @@ def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> An
 
 
 def _text_part(config: Any) -> Any:
-    """Return the configuration of a model's text model, with the settings of the whole model that apply to it."""
+    """Return the configuration of a model's text model, with the whole model's settings that apply to it."""
     log.info("model: only the text model of %s is computed; images are not supported", config.model_type)
     text = config.text_config
     text.tie_word_embeddings = config.tie_word_embeddings
@@ -340,7 +340,7 @@ def _text_part(config: Any) -> Any:
 
 
 def chosen_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """Return the dtype that an option names; auto is float32 on a CPU, else the checkpoint's."""
+    """Return the dtype for a value of the option dtype; auto is float32 on a CPU, else the checkpoint's dtype."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     return DTYPES[name]
@@ -349,10 +349,10 @@ def chosen_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
 def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None = None) -> LayerSpecs:
     """Return the specs of a model's layers in a dtype.
 
-    model: path of a config.json, or a name for `locate`. Only the configuration is read, so quantized weights do not matter.
-    Sinks, which are weights, are 0. dtype: None means the one that config.json names, else bfloat16.
+    model: path of a config.json, or a name for `locate`. Only the configuration is read, so quantization has no effect.
+    Sinks, which are weights, are 0. dtype: None means the dtype in config.json, or bfloat16 if it states none.
 
-    :raises ConfigError: if the path names another file, or does not exist.
+    :raises ConfigError: if the path is a file other than config.json, or does not exist.
     :raises ModelError: if no such model exists, its configuration is unreadable, or its attention is unsupported.
     """
     path = Path(model).expanduser()

@@ -1,7 +1,7 @@
 """Sharding of a decoder over ranks (tensor parallelism; Shoeybi et al. 2019, arXiv 1909.08053).
 
-A part's first linear layers are sharded by rows: query and KV heads, MLP columns, heads and channels of a state. The last is
-sharded by columns, with one all-reduce per part. The residual stream and its norms are replicated.
+A part's first linear layers are sharded by rows: query and KV heads, MLP columns, heads and channels of a state. Its last linear
+layer is sharded by columns, with one all-reduce per part. The residual stream and its norms are replicated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from headway.models.config import DecoderConfig, StateConfig
 
 
 class ModelShard:
-    """Axes of a model's tensors as one rank holds them, and the configuration of this rank's shard."""
+    """Axes of a model's tensors as sharded for one rank, and the configuration of this rank's shard."""
 
     def __init__(self, config: DecoderConfig, rank: int = 0, size: int = 1, by_expert: bool = True) -> None:
-        """Check that the sizes divide; no tensors are read. by_expert: see `check_divides`.
+        """Check that the model's sizes divide among the ranks; no tensors are read. by_expert: see `check_divides`.
 
-        :raises ConfigError: if they do not divide; the error names the nearest numbers of ranks that do.
+        :raises ConfigError: if a size does not divide; the error names the nearest numbers of ranks that work.
         """
         check_divides(config, size, by_expert)
         self._config = config
@@ -35,27 +35,27 @@ class ModelShard:
 
     @cached_property
     def heads(self) -> Axis:
-        """Query heads."""
+        """Axis of the query heads."""
         return self._division.even(self._config.num_heads)
 
     @cached_property
     def kv_heads(self) -> Axis:
-        """KV heads; with more ranks than KV heads, several ranks hold the same head."""
+        """Axis of the KV heads; with more ranks than KV heads, several ranks store the same head."""
         return self._division.repeated(self._config.num_kv_heads)
 
     @cached_property
     def inner(self) -> Axis:
-        """Columns of a dense MLP's down projection."""
+        """Axis of the columns of a dense MLP's down projection."""
         return self._division.even(self._config.intermediate_size)
 
     @cached_property
     def vocabulary(self) -> VocabularyShard:
-        """Rows of the embedding and of the output head."""
+        """Shard of the rows of the embedding and the output head."""
         return VocabularyShard(self._config.vocab_size, self._division)
 
     @cached_property
     def experts(self) -> ExpertsShard:
-        """The layers of experts."""
+        """Shard of the MoE layers' experts."""
         assert self._config.experts is not None
         return ExpertsShard(self._config.experts, self._division)
 
@@ -67,7 +67,7 @@ class ModelShard:
 
     @cached_property
     def own(self) -> DecoderConfig:
-        """Configuration of this rank's shard; hidden size and vocabulary size are the model's."""
+        """Configuration of this rank's shard; hidden size and vocabulary size are those of the unsharded model."""
         config, dense = self._config, any(layer.mlp == "dense" for layer in self._config.layers)
         attends = any(layer.attention for layer in config.layers)
         return replace(
@@ -80,37 +80,37 @@ class ModelShard:
         )
 
     def once(self, tensor: Tensor | None) -> Tensor | None:
-        """Return the tensor on rank 0 and None on others, for a term that an all-reduce must include once."""
+        """Return the tensor on rank 0 and None on other ranks, for a term that an all-reduce must include only once."""
         return tensor if self._division.rank == 0 else None
 
 
 class VocabularyShard:
-    """Tokens of one rank: the same number on each rank, except for the last ones."""
+    """Part of the vocabulary on one rank: the same number of tokens on each rank, except on the last ranks."""
 
     def __init__(self, size: int, division: Division) -> None:
         """size: vocabulary size of the model."""
         self.axis = division.uneven(size)
-        """Rows that the rank reads from the checkpoint."""
+        """Axis of the vocabulary rows that this rank reads from the checkpoint."""
         self._rows = -(-size // division.size)
         self._divided = division.size > 1
 
     @property
     def tokens(self) -> range | None:
-        """Token ids of this rank. None means all."""
+        """Token ids of this rank. None means the whole vocabulary."""
         held = self.axis.held[0] if self.axis.held else range(0)
         return held if self._divided else None
 
     @property
     def missing(self) -> int:
-        """Padding rows of this rank's output head."""
+        """Number of padding rows in this rank's output head."""
         return self._rows - self.axis.size
 
     def table(self, own: Tensor) -> Tensor:
-        """Return this rank's embedding padded with zeros; with several ranks, the last row stands for other ranks' tokens."""
+        """Return this rank's embedding padded with zeros; with several ranks, the last row is used for tokens of other ranks."""
         return _with_rows(own, self._rows + 1 if self._divided else self._rows)
 
     def head(self, own: Tensor) -> Tensor:
-        """Return this rank's output head, or its embedding used as one, padded to the number of rows of every rank."""
+        """Return this rank's output head, or its embedding used as one, padded to the common number of rows."""
         return _with_rows(own, self._rows)
 
 
@@ -121,33 +121,33 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 class StateShard:
-    """Heads or channels of recurrent parts. Ranks whose heads share q and k (B and C of `mamba2`) all hold them."""
+    """Shard of the heads or channels of recurrent parts. Ranks whose heads share q and k (`mamba2`: B and C) replicate them."""
 
     def __init__(self, config: StateConfig, division: Division) -> None:
         self._spec = config.spec
         spec = config.spec
         self.heads = division.even(spec.num_heads)
-        """Heads of the state; channels for `mamba1`."""
+        """Axis of the state's heads, or of its channels for `mamba1`."""
         self.key_heads = division.repeated(spec.num_key_heads) if spec.recurrent else Axis.all(0)
         self.out = self.values if spec.recurrent else division.even(spec.conv_channels)
-        """Channels of the output."""
+        """Axis of the output channels of the recurrence or convolution."""
         heads, key_heads = self.heads.size, self.key_heads.size
         own = replace(spec, num_heads=heads, num_key_heads=key_heads, conv_channels=self._conv_channels)
         self.own = replace(config, spec=own, norm_size=min(config.norm_size, self.out.size))
         """Configuration of this rank's shard."""
         self.norms = self.out.whole // (config.norm_size or self.out.whole)
-        """Number of groups of the whole output that are normalized separately."""
+        """Number of separately normalized groups in the unsharded output."""
         self.norms_are_shared = config.norm_size > self.out.size
-        """True if such a group spans several ranks."""
+        """True if a normalized group spans several ranks."""
 
     @property
     def keys(self) -> Axis:
-        """Elements of q, and of k."""
+        """Axis of the elements of q, and also of k, as sharded over ranks."""
         return self.key_heads * self._spec.key_dim
 
     @property
     def values(self) -> Axis:
-        """Elements of v."""
+        """Axis of the elements of v, as sharded over ranks."""
         return self.heads * self._spec.value_dim
 
     @property
@@ -157,14 +157,14 @@ class StateShard:
 
     @property
     def _conv_channels(self) -> int:
-        """Channels of this rank's convolution: the inputs of the recurrence, if there is one."""
+        """Number of channels of this rank's convolution: the recurrence's inputs, if the part has a recurrence."""
         if not self._spec.conv_channels or self._spec.kind in (CONV, MAMBA1):
             return self.out.size if self._spec.conv_channels else 0
         return 2 * self.keys.size + self.values.size
 
 
 _MOST = 1024
-"""Largest number of ranks that an error proposes."""
+"""Largest number of ranks that an error message proposes."""
 
 
 def check_divides(config: DecoderConfig, size: int, by_expert: bool = True) -> None:
@@ -172,7 +172,7 @@ def check_divides(config: DecoderConfig, size: int, by_expert: bool = True) -> N
 
     by_expert: True if experts may be sharded by expert, which GPU kernels do not support.
 
-    :raises ConfigError: if they do not divide; the error lists the sizes and the nearest numbers of ranks that work.
+    :raises ConfigError: if a size does not divide; the error lists such sizes and the nearest numbers of ranks that work.
     """
     needs = [*_needs(config, size, by_expert)]
     if needs:
@@ -183,7 +183,7 @@ def check_divides(config: DecoderConfig, size: int, by_expert: bool = True) -> N
 
 
 def _needs(config: DecoderConfig, size: int, by_expert: bool) -> Iterator[str]:
-    """Yield the requirements that this number of ranks does not meet."""
+    """Yield a description of each requirement that this number of ranks does not meet."""
     even, either = {}, {}
     if any(layer.attention for layer in config.layers):
         even["attention heads"] = config.num_heads

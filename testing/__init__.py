@@ -1,4 +1,4 @@
-"""Conformance tests for backends. The names below are public; the modules below may change."""
+"""Conformance tests for backends. The names in `__all__` are public; the submodules may change."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: the pytest plugin is imported in every test session."""
+    """Import a public name on first use, because pytest imports this package in every test session."""
     if name not in _HOME:
         raise AttributeError(f"module 'headway.testing' has no attribute {name!r}")
     from importlib import import_module

@@ -1,6 +1,6 @@
-"""Pytest plugin of the conformance kit: `pytest --attn-plugin NAME` or `FILE.py:CLASS` creates one test per cell.
+"""pytest plugin of the conformance kit: `pytest --attn-plugin NAME` (or `FILE.py:CLASS`) creates one test per cell.
 
-Pytest finds it by its entry point wherever Headway is installed. It imports nothing until the option is used.
+pytest loads the plugin by its entry point wherever Headway is installed. It imports nothing until the option is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TARGET = "--attn-plugin"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the kit."""
+    """Add the conformance kit's options."""
     group = parser.getgroup("headway", "Headway's conformance kit")
     group.addoption(_TARGET, default="", metavar="NAME|FILE.py:CLASS", help="attention backend to test against the contract")
     group.addoption("--attn-device", default="cpu", choices=("cpu", "cuda"), help="device to run the backend on")
@@ -35,7 +35,7 @@ class KitCollector(pytest.Collector):
     """Collector of the cells of one subject, which run in one child process."""
 
     def collect(self) -> Iterable[pytest.Item]:
-        """Return one test per cell."""
+        """Return one test item per cell."""
         from headway.core.contract.errors import HeadwayError
         from headway.testing.kit.runner import TIMEOUT, CellProcess
 
@@ -52,7 +52,7 @@ class KitCollector(pytest.Collector):
 
 
 class CellItem(pytest.Item):
-    """The test of one cell."""
+    """Test item of one cell."""
 
     def __init__(self, child: CellProcess, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -79,7 +79,7 @@ class CellItem(pytest.Item):
             raise CellFailed(f"{reason}{guess}{again}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return only the finding; a traceback would show the kit's code."""
+        """Return only the finding, because a traceback would show the kit's code."""
         return str(excinfo.value) if isinstance(excinfo.value, CellFailed) else super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[str, None, str]:
@@ -88,4 +88,4 @@ class CellItem(pytest.Item):
 
 
 class CellFailed(Exception):
-    """Failure of a cell."""
+    """Raised when a cell fails."""

@@ -1,1 +1,1 @@
-"""float64 references, test cases and random inputs, against which kernels and the conformance kit are checked."""
+"""float64 references, test cases and random inputs for checking kernels and the conformance kit."""

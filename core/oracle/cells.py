@@ -1,4 +1,4 @@
-"""Cells of the conformance kit, each one check of a backend or layout at one value of each axis, and outcomes of a check."""
+"""Cells of the conformance kit (one check of a backend or layout, at one value of each axis), and outcomes of a check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.core.contract.support import Support
 AXES = ("layout", "memory", "block_size", "head_dim", "group", "dtype", "feature")
 """Axes of a layer and its cache, in the order of a cell's name."""
 INPUTS = ("kv_heads", "scale", "scores", "work", "layer")
-"""Axes that a backend cannot refuse, because any model and step may have any value. A name lists only values not plain."""
+"""Axes that a backend cannot refuse, because any model or step may have any value. Cell names omit their plain values."""
 PHASES: dict[str, frozenset[Phase]] = {
     "prefill": frozenset({Phase.PREFILL}),
     "extend": frozenset({Phase.EXTEND}),
@@ -27,25 +27,25 @@ PHASES: dict[str, frozenset[Phase]] = {
     "verify": frozenset({Phase.DECODE}),
     "ragged": frozenset({Phase.DECODE}),
 }
-"""Name of a step's shape -> the phases that a backend must support for it."""
+"""Name of a kind of step -> phases that a backend must support to run it."""
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
-"""Window sizes in keys: a prime, so that no tile or block ends with the window; only the query; a block; a real model's."""
+"""Window sizes in keys: a prime, so no tile or block ends with the window; only the query; one block; a real model's."""
 MODEL_WINDOWS = {"window-128": 128, "window-512": 512, "window-2047": 2047, "window-4096": 4096}
-"""Further window sizes of real models (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2), each tried with longer sequences."""
+"""Further window sizes of real models (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2), each tested with longer sequences."""
 MODEL_SOFTCAPS = {"softcap-30": 30.0, "softcap-50": 50.0}
-"""Soft-caps of real models, each tried with scores that reach it."""
+"""Soft-caps of real models, each tested with scores that reach the cap."""
 BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
-"""Layers that are not causal -> their window."""
+"""Feature of a layer that is not causal -> its window. None means no window."""
 FEATURES = (
     *("none", *WINDOWS, *MODEL_WINDOWS, "softcap", *MODEL_SOFTCAPS, "alibi", "sinks", "together"),
     *("fp8", "fp8-together", "int8", "int8-together"),
     *("v_head_dim", "longer_v", "latent", *BIDIRECTIONAL),
 )
-"""Features of a layer. together: every feature that the backend claims, in one layer; fp8, int8: dtype of the cache;
+"""Features of a layer. together: all features that the backend claims, in one layer; fp8, int8: dtype of the cache;
 fp8-together, int8-together: every feature with such a cache; v_head_dim, longer_v: values shorter and longer than keys;
-latent: values inside keys; bidirectional: queries see later keys, all or within a window."""
+latent: values are part of keys; bidirectional: queries see later keys, all or within a window."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
-"""Memory of a cache. own: as the layout allocates; packed: K and V of a block adjacent in foreign memory; interleaved: K and V of
+"""Memory of a cache. own: allocated by the layout; packed: K and V of a block adjacent in foreign memory; interleaved: K and V of
 a head adjacent, so that no block is contiguous; spaced: every other block is foreign, in any layout; far: slots above 32,768
 and elements above 2**31, which overflow 16-bit and 32-bit indexes."""
 KV_HEADS = (2, 1, 3, 8, 32)
@@ -53,14 +53,14 @@ SCALES = {"odd": 0.0, "one": 1.0, "large": 4.0}
 """Factors of the scores. odd: 1.37 * head_dim ** -0.5, which reveals a backend that assumes its own scale. Queries are drawn so
 that scores have the same size at any scale."""
 USUAL_SCALE = "usual"
-"""The scale head_dim ** -0.5, for backends that accept no other."""
+"""The scale head_dim ** -0.5, for backends that accept no other scale."""
 SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean", "uneven")
 """Regimes of the scores. high, low: every score near +200 or -200, whose exponential overflows or underflows float32; equal: all
 keys have the same weight; dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 in turn; mean:
 values far from zero; uneven: queries and heads alternate among normal scores, scores near +100, scores near -100, equal
 scores, and one dominant key."""
 NEEDLE = "needle"
-"""Scores only for long sequences: one key is 10 above all others, which are equal."""
+"""Regime of scores for long sequences only: one key's score is 10 above all other scores, which are equal."""
 WORKS = ("edges", "many", "again", "tables", "deep", "level")
 """Lengths of the steps. edges: lengths around the ends of blocks; many: 65 sequences, then 300; again: the previous step's
 lengths over other blocks, all of them or the last of each sequence; tables: more than 128 blocks per sequence, in a slice of a
@@ -69,33 +69,33 @@ in use, as in an engine."""
 FEW = "few"
 """`work` value only for layers with many query heads: three or four sequences of up to 133 tokens."""
 EXPANDED = "-expanded"
-"""Suffix of a latent layer's number in a cell, for its prompts, which have separate keys and values."""
+"""Suffix of a latent layer's index in a cell for its prompts, which have separate keys and values."""
 OWN_SCALE = "own"
-"""Value of the axis `scale` for a layer of a model, which has its own scale."""
+"""Value of the axis `scale` for a model's layer, which has its own scale."""
 SCALE = 1.37
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
 CACHE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Feature -> dtype of its cache."""
+"""Feature that sets the cache's dtype -> that dtype."""
 
 
 def one_of(values: Iterable[object]) -> str:
-    """Return a pattern that matches exactly these values."""
+    """Return a regular expression that matches exactly these values."""
     return "|".join(re.escape(str(value)) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
 class KitCell:
-    """One check of one kernel at one value of each axis of its kind of operation."""
+    """Check of a kernel at one value of each axis of the kernel's kind of operation."""
 
     mark: ClassVar[str] = ""
     """Second part of a cell's name, which identifies its kind. Empty if the name has no such part."""
     prefixes: ClassVar[Mapping[str, str]] = {}
-    """Axis -> prefix of its value in a name."""
+    """Axis -> prefix of its value in a cell's name."""
     inputs: ClassVar[tuple[str, ...]] = ()
-    """Axes at the end of a name, as `kv_heads=8`, which appear only if their values are not plain."""
+    """Axes at the end of a cell's name, such as `kv_heads=8`, which appear only if their values are not the plain values."""
     known: ClassVar[Mapping[str, str]] = {}
-    """Axis -> pattern of its values. Other axes accept any text, or a number above 0."""
+    """Axis -> regular expression for its values. Other axes accept any text, or any number above 0."""
     check: str
 
     def __str__(self) -> str:
@@ -131,11 +131,11 @@ class KitCell:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
 
     def plain(self, check: str, about: str = "-", **changes: Any) -> Self:
-        """Return a cell with the same layer and another check."""
+        """Return a cell with the same layer and a different check."""
         return self.having({"check": check, "about": about, **changes})
 
     def having(self, values: Mapping[str, Any]) -> Self:
-        """Return the cell with other values of some axes."""
+        """Return the cell with changed values of some axes."""
         return replace(self, **values)
 
     @property
@@ -146,7 +146,7 @@ class KitCell:
 
 @dataclass(frozen=True, slots=True)
 class CheckCell(KitCell):
-    """A cell of an attention backend or a layout."""
+    """Cell of an attention backend or a layout."""
 
     prefixes: ClassVar = {"block_size": "b", "head_dim": "d", "group": "g"}
     inputs: ClassVar = INPUTS
@@ -161,30 +161,30 @@ class CheckCell(KitCell):
         "layer": rf"\d+({EXPANDED})?",
     }
     phase: str = "-"
-    """One of PHASES, or "-" if the check runs several."""
+    """Name in PHASES, or "-" if the check runs several phases."""
     layout: str = "-"
     memory: str = "own"
     block_size: int = 16
     head_dim: int = 64
     group: int = 4
-    """Query heads per kv head."""
+    """Number of query heads per kv head."""
     dtype: str = "float32"
     feature: str = "none"
     about: str = "-"
     """Further distinction between cells of one check: the axis of a refusal, or an option's name."""
     kv_heads: int = 2
     scale: str = "odd"
-    """One of SCALES."""
+    """Name in SCALES of the scores' factor, or USUAL_SCALE or OWN_SCALE."""
     scores: str = "normal"
-    """One of SCORES, or NEEDLE."""
+    """Regime of the scores: one of SCORES, or NEEDLE."""
     work: str = "edges"
-    """One of WORKS, or FEW."""
+    """Kind of sequence lengths: one of WORKS, or FEW."""
     layer: str = ""
-    """Number of the model's layer whose spec is used. Empty for a layer of the kit."""
+    """Index of the model's layer whose spec is used. Empty for a layer of the kit."""
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Value of the phase and of each axis, inputs included."""
+        """Values of the phase and of each axis, including inputs."""
         own: dict[str, str | int] = {"scale": OWN_SCALE} if self.layer else {}
         return {axis: getattr(self, axis) for axis in ("phase", *AXES, *INPUTS)} | own
 
@@ -193,7 +193,7 @@ PLAIN_INPUTS: dict[str, str | int] = {name: getattr(CheckCell("answer"), name) f
 
 
 def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_head_dim: int = 0) -> AttentionSpec:
-    """Return the layer of a cell. claims: Capabilities.features, for "together". v_head_dim: 0 means the feature's default."""
+    """Return the spec of a cell's layer. claims: Capabilities.features, for "together". v_head_dim: 0 means the default."""
     latent, head_dim = cell.feature == "latent", cell.head_dim
     kv_heads = 1 if latent else cell.kv_heads
     heads = cell.group * kv_heads
@@ -234,7 +234,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
 
 
 def sibling_of(spec: AttentionSpec) -> AttentionSpec:
-    """Return a layer with the same sizes and features but other numbers, like the next layer of a model."""
+    """Return a spec with the same sizes and features but different parameters, like the next layer of a model."""
     window, softcap, slopes, sinks = spec.sliding_window, spec.softcap, spec.alibi_slopes, spec.sinks
     scaled = 1.0 if (spec.k_scale, spec.v_scale) == (1.0, 1.0) else 2.0
     return replace(
@@ -250,7 +250,7 @@ def sibling_of(spec: AttentionSpec) -> AttentionSpec:
 
 
 def decisive_sinks(heads: int) -> tuple[float, ...]:
-    """Return one sink per query head, with different values for neighbours."""
+    """Return one sink logit per query head; adjacent heads have different values."""
     return tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads))
 
 
@@ -258,7 +258,7 @@ class Finding(Exception):
     """Violation of the contract by the backend, layout or option under test."""
 
     def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
-        """what: expected and found behaviour. guess: likely cause. error: relative, to compare with the declared tolerance."""
+        """what: expected and found behaviour. guess: likely cause. error: relative error, compared with the tolerance."""
         super().__init__(what)
         self.guess = guess
         self.error = error
@@ -266,7 +266,7 @@ class Finding(Exception):
 
 
 class Skipped(Exception):
-    """Outcome of a check that does not apply: the backend refuses rightly, or the machine lacks what it needs."""
+    """Outcome of a check that does not apply: the backend's refusal is correct, or the machine cannot run the check."""
 
     @classmethod
     def refused(cls, support: Support) -> Skipped:
@@ -276,7 +276,7 @@ class Skipped(Exception):
 
 @contextmanager
 def placed(where: str) -> Iterator[None]:
-    """Prefix the text of a finding with its place, such as a step's number."""
+    """Prefix the text of findings raised in the context with their location, such as a step's number."""
     try:
         yield
     except Finding as finding:
@@ -285,7 +285,7 @@ def placed(where: str) -> Iterator[None]:
 
 
 def check_refusal(support: Support, need: str = "a refusal says what was looked at, what is needed and what was got") -> None:
-    """Check that every reason of a refusal is complete. :raises Finding: if one lacks what was checked, needed or got."""
+    """Check that a refusal's reasons are complete. :raises Finding: if a reason lacks what was checked, needed or got."""
     for reason in support.reasons:
         if not (reason.what and reason.need and reason.got):
             raise Finding(f"{need}: {reason!r}")

@@ -1,7 +1,7 @@
 """Inputs of the conformance kit: tensors, lengths of sequences, and their assignment to layers.
 
 No backend can refuse an input: a model may have any number of kv heads and any scale, and a step any scores and lengths. So each
-layer of the covering set gets one value of every input, assigned so that values meet in pairs, in every phase.
+layer of the covering set gets one value of every input, assigned so that all pairs of values occur in every phase.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headway.core.oracle.steps import TABLE_BLOCKS, Lens, first_step, second_ste
 _KEY = 4.0
 """First element of a lifted key: exact in every dtype, including 8-bit caches."""
 _LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0, "uneven": 100.0, NEEDLE: 10.0}
-"""Regime -> the amount added to the scores of lifted keys."""
+"""Regime -> amount added to the scores of lifted keys."""
 _KINDS, _PEAKED = 5, 8.0
 """Number of kinds of rows in uneven scores; factor of scores for a row with one dominant key."""
 _NEEDLE_AT = 7
@@ -50,14 +50,14 @@ _ROUNDINGS = 64
 """Roundings of a lifted score, each of half a unit in the last place, that a correct sum over head_dim elements may accumulate.
 """
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
-"""Maximum multiplications and moved elements of a cell's layer, in the whole and the quick kit: 1 to 2 s, or 0.5 s, on a core."""
+"""Maximum work (multiplications and moved elements) per cell, whole and quick kit: about 1 to 2 s and 0.5 s on one core."""
 _SEQUENCE_WORK = 3e4
-"""Work of checking a sequence of any length."""
+"""Work added for checking each sequence, regardless of its length."""
 _PRICE = 7.0
 """Number of new pairs of values that justifies the largest cell's time."""
 PLAIN_BLOCK_SIZE = 16
 _WIDEST_FAR = 256
-"""Maximum elements of a token's key in far memory."""
+"""Maximum number of elements of a token's key in far memory."""
 _VALUES: dict[str, tuple[str | int, ...]] = {"work": WORKS, "kv_heads": KV_HEADS, "scores": SCORES, "scale": tuple(SCALES)}
 
 
@@ -114,7 +114,7 @@ class Numbers:
 
     @property
     def lift(self) -> float:
-        """Amount by which the regime lifts scores."""
+        """Amount that the regime adds to the scores of lifted keys."""
         return _LIFT.get(self.scores, 0.0)
 
     @property
@@ -123,7 +123,7 @@ class Numbers:
         return _ROUNDINGS * abs(self.lift) * 2.0**-24
 
     def _lifted(self, positions: Tensor) -> Tensor:
-        """Return the share of the lift for the key at each position."""
+        """Return the fraction of the lift that applies to the key at each position."""
         if self.scores == "dominant":
             return (positions % 61 == 7).float()
         if self.scores == NEEDLE:
@@ -133,7 +133,7 @@ class Numbers:
 
 @cache
 def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
-    """Return the lengths of each step of a kind of work, in a phase (a name in cells.PHASES). Empty if the phase has none."""
+    """Return the lengths of each step of a kind of work, in a phase (a name in cells.PHASES). Empty if there are none."""
     first = first_step(phase, block_size)
     if work == "edges":
         # Ragged: then the same number of short ones, which leftovers of longer steps must not affect, and only padding rows.
@@ -163,7 +163,7 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
 
 
 def _few(phase: str, block_size: int) -> Lens:
-    """Return three or four sequences: short ones, one around the end of a block, and one that takes three tiles of 64 keys."""
+    """Return the lengths of three or four sequences: short, around the end of a block, and three tiles of 64 keys long."""
     b = block_size
     kinds: dict[str, Lens] = {
         "prefill": [(1, 0, 0), (b + 1, 0, 0), (37, 0, 0)],
@@ -176,7 +176,7 @@ def _few(phase: str, block_size: int) -> Lens:
 
 
 def _level(phase: str, length: int) -> Lens:
-    """Return sequences of one length, whose new tokens follow different contexts."""
+    """Return the lengths of sequences of equal length, whose new tokens follow contexts of different lengths."""
     kinds: dict[str, Lens] = {
         "prefill": [(length, 0, 0)] * 3,
         "extend": [(count, length - count, 0) for count in (length - 1, 2, 9, 5)],
@@ -188,12 +188,12 @@ def _level(phase: str, length: int) -> Lens:
 
 
 def _shortened(lens: Lens) -> Lens:
-    """Return the same number of sequences and new tokens, after short contexts."""
+    """Return lengths with the same sequences and new tokens, but short contexts."""
     return [(query_len, min(context, 1 + context % _SHORT), drafts) for query_len, context, drafts in lens]
 
 
 def _many(phase: str, count: int) -> Lens:
-    """Return many short sequences, as on a server."""
+    """Return the lengths of many short sequences, as on a server."""
     numbers = range(count)
     kinds: dict[str, Lens] = {
         "prefill": [(1 + n % 9, 0, 0) for n in numbers],
@@ -206,7 +206,7 @@ def _many(phase: str, count: int) -> Lens:
 
 
 def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
-    """Return whether a cell's layer can be tried with its inputs in time, and rounding does not decide the answer."""
+    """Return whether a cell's layer and inputs need little enough time, and give answers that rounding does not dominate."""
     steps = steps_of(*_place(cell))
     if not steps:
         return False
@@ -244,7 +244,7 @@ def _place(cell: CheckCell) -> tuple[str, str, int]:
 
 
 def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
-    """Return whether the inputs hide a window: no sequence of `many` is longer, or every query sees the dominant key."""
+    """Return whether the inputs hide a window: no sequence of `many` exceeds it, or every query sees the dominant key."""
     window = (WINDOWS | MODEL_WINDOWS | BIDIRECTIONAL).get(cell.feature)
     if window is None:
         return False
@@ -253,7 +253,7 @@ def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
 
 
 def _work(cell: CheckCell, kv_width: int, steps: Sequence[Lens]) -> float:
-    """Return the number of multiplications and moved elements."""
+    """Return the number of multiplications and moved elements of a cell's steps."""
     keys = sum(query_len + context for lens in steps for query_len, context, _ in lens)
     scores = sum(query_len * (query_len + context) for lens in steps for query_len, context, _ in lens)
     return kv_width * (4.0 * keys + cell.group * scores) + _SEQUENCE_WORK * sum(map(len, steps))
@@ -267,7 +267,7 @@ def _dealt_inputs(cell: CheckCell) -> tuple[str, ...]:
 def deal(
     cells: Iterable[CheckCell], most_work: float = MOST_WORK, accepts: Callable[[CheckCell], bool] = lambda cell: True
 ) -> list[CheckCell]:
-    """Return the cells, each with a value for every input: the accepted value that forms the most new pairs with other values."""
+    """Return the cells, each with a value for every input: the accepted value with the most new pairs with other values."""
     met: set[tuple[object, ...]] = set()
     return [_dealt(cell, met, most_work, accepts) for cell in cells]
 

@@ -1,4 +1,4 @@
-"""float64 attention of one sequence, the reference for every backend, with which it shares no code."""
+"""float64 attention of one sequence: the reference for every backend, sharing no code with any of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headway.core.contract.layout import LayerCache
 from headway.core.contract.spec import AttentionSpec
 
 _SCORES = 2**24
-"""Maximum number of scores in memory at a time (128 MiB)."""
+"""Maximum number of float64 scores in memory at a time (128 MiB)."""
 
 
 @dataclass(frozen=True)
 class StepSequence:
-    """One sequence of a step, in one layer."""
+    """One sequence of a step in one layer: queries, context and cache."""
 
     spec: AttentionSpec
     q: Tensor
@@ -25,7 +25,7 @@ class StepSequence:
     context: int
     """Number of cached tokens before this step."""
     blocks: tuple[int, ...]
-    """Physical block of each logical block."""
+    """Physical block number of each logical block."""
     cache: LayerCache
     """Expected content of the cache, written only by the layout's writer."""
 
@@ -36,7 +36,7 @@ class StepSequence:
 
     @property
     def kv_len(self) -> int:
-        """Number of cached and new tokens."""
+        """Total number of cached and new tokens."""
         return self.context + self.query_len
 
     def slots(self, blocks: Tensor, count: int) -> Tensor:
@@ -97,12 +97,12 @@ def _per_head(spec: AttentionSpec, values: Sequence[float] | None, device: torch
 
 
 def expected(row: StepSequence) -> tuple[Tensor, Tensor]:
-    """Return the correct output: float64 [query_len, num_heads, v_head_dim], and log-sum-exp [num_heads, query_len]."""
+    """Return the correct output, float64 [query_len, num_heads, v_head_dim], and log-sum-exp, [num_heads, query_len]."""
     keys, values = row.kv()
     return attend(row.spec, row.q, keys, values, row.context)
 
 
 def distance(out: Tensor, right: Tensor) -> float:
-    """Return ||out - right|| / ||right||, NaN if any element of `out` is NaN."""
+    """Return ||out - right|| / ||right||; NaN if any element of `out` is NaN."""
     size = float(right.norm())
     return float((out.double() - right).norm()) / size if size else float(out.double().norm())

@@ -1,4 +1,4 @@
-"""Steps of layers with states for tests and benchmarks: random inputs, parameters, and shuffled slots."""
+"""Steps of layers with states, for tests and benchmarks: random inputs and parameters, and shuffled slots."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from headway.core.contract.state import (
 from headway.core.oracle.cells import Finding
 
 REGIMES = ("mild", "strong", "faint")
-"""Regimes of a step's numbers. strong: one decay in five erases the state, the others erase almost nothing. faint: one gate in
+"""Regimes of a step's values. strong: one decay in five erases the state, other decays erase almost nothing. faint: one gate in
 three is saturated, some tokens are zero, and keys and queries of the first key head are nearly zero."""
 MILD, STRONG, FAINT = REGIMES
 
 
 @dataclass(frozen=True)
 class StateCase:
-    """A pool of states and one step over it, with which a state backend is tested and timed."""
+    """Pool of states and one step over it, for testing and timing a state backend."""
 
     spec: StateSpec
     parameters: StateParameters
     metadata: StateMetadata
     cache: StateCache
     x: Tensor
-    """[num_tokens, input_channels]: inputs of the layer."""
+    """[num_tokens, input_channels]: inputs of the layer for the step's tokens."""
     gates: Sequence[Tensor]
 
 
@@ -61,18 +61,18 @@ def make_state_case(
     regime: str = MILD,
     draw_on: torch.device | None = None,
 ) -> StateCase:
-    """Return a case with random numbers in every slot, as earlier sequences leave them, and shuffled slots for each sequence.
+    """Return a case with random numbers in every slot, as if used by earlier sequences, and shuffled slots for each sequence.
 
-    Among slots of sequences without a context, and unused slots, half hold NaN, which reveals stray reads. The other half hold
-    random numbers, which reveal reads that mask NaN.
+    Half of the unused slots, and of the slots of sequences without a context, are NaN, which reveals stray reads. The other half
+    are random numbers, which reveal reads that mask NaN.
 
     lens: (query_len, kv_len) of each sequence, prompts and extensions first. A sequence with a context and at most 8 new tokens
         decodes, and has a slot for each of its tokens. padding_rows: rows without slots at the end, like a CUDA graph's unused
-        rows. checkpoints: True for checkpoints at every multiple of CHECKPOINT_TOKENS of every prompt; without in_place at every
-        second one. in_place: True if the first slot written is the one read. strided: True to slice x and gates from wider
+        rows. checkpoints: True for checkpoints at every multiple of CHECKPOINT_TOKENS of every prompt; at every second multiple
+        without in_place. in_place: True if the first slot written is the slot read. strided: True to slice x and gates from wider
         tensors. in_order: True for consecutive slots, as in an engine that has just started. decodes: False if short sequences
         with a context are extensions too. regime: one of REGIMES. draw_on: device that draws the numbers; a GPU is faster than
-        the CPU and draws other numbers.
+        the CPU and draws different numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = generator if draw_on is None else torch.Generator(draw_on).manual_seed(seed)
@@ -113,7 +113,7 @@ def make_state_case(
 
 
 def apply_regime(regime: str, case: StateCase) -> StateCase:
-    """Return the case with its inputs and parameters moved to a regime; tensors are changed in place."""
+    """Return the case with inputs and parameters changed to those of a regime; tensors are changed in place."""
     if regime == STRONG and case.gates:
         case.gates[0].copy_(torch.where(_some(case.gates[0], 5), 300.0, -8.0))
     elif regime == STRONG and case.spec.kind == LIGHTNING:
@@ -137,7 +137,7 @@ def _some(like: Tensor, one_in: int, seed: int = 1) -> Tensor:
 
 
 def _first_key_head(spec: StateSpec) -> list[slice]:
-    """Return the channels of q and k in the first key head, or of B and C."""
+    """Return the channel ranges of q and k (or of B and C) in the first key head."""
     if spec.kind in (CONV, MAMBA1):
         return []
     first, keys = spec.num_heads * spec.value_dim if spec.kind == MAMBA2 else 0, spec.num_key_heads * spec.key_dim
@@ -166,7 +166,7 @@ def _metadata(
 
 
 def random_inputs(spec: StateSpec, num_tokens: int, generator: torch.Generator, *, strided: bool = False) -> list[Tensor]:
-    """Return x and gates of some tokens, in the spec's dtype; keys are about as long as normalized ones."""
+    """Return random x and gates for `num_tokens` tokens, in the spec's dtype; keys have about unit length."""
     shapes = [(spec.input_channels,), *gate_shapes(spec)]
     # Both sides of a slice hold NaN, which reveals reads of neighbouring elements.
     found = []
@@ -181,7 +181,7 @@ def random_inputs(spec: StateSpec, num_tokens: int, generator: torch.Generator, 
 
 
 def gate_shapes(spec: StateSpec) -> list[tuple[int, ...]]:
-    """Return the shape of a token's row in each gate, by the kind."""
+    """Return the shape of one token's row in each gate of the spec's kind."""
     heads, keys = spec.num_heads, spec.key_dim
     shapes: dict[str, list[tuple[int, ...]]] = {
         GATED_DELTA: [(heads,), (heads,)],
@@ -195,7 +195,7 @@ def gate_shapes(spec: StateSpec) -> list[tuple[int, ...]]:
 
 
 def random_parameters(spec: StateSpec, generator: torch.Generator, *, bias: bool = True) -> StateParameters:
-    """Return random weights, with decays from nearly none to strong ones."""
+    """Return random parameters of a layer, with decays from almost none to strong."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(spec.device)
@@ -223,11 +223,11 @@ def run_states(backend: StateBackend, case: StateCase) -> Tensor:
 
 
 def run_layers(scans: StateBackend, steps: StateBackend, layers: Sequence[StateCase]) -> list[Tensor]:
-    """Return each layer's output of one step, run as the engine does: planned once, with the first layer's metadata for all
+    """Return each layer's output of one step, run as in the engine: planned once, with the first layer's metadata for all
     layers.
 
-    The outputs are filled with NaN first, so that a missed row shows. Their rows are slices of wider ones, as in a fused
-    projection. scans: runs prompts and extensions. steps: runs decodes.
+    The outputs are first filled with NaN, which reveals missed rows. Their rows are slices of wider rows, as in a fused
+    projection. scans: backend for prompts and extensions. steps: backend for decodes.
     """
     metadata, n = layers[0].metadata, layers[0].metadata.step.num_prefill_tokens
     scanned = None if metadata.prefill is None else scans.plan(metadata.prefill)

@@ -15,12 +15,12 @@ from headway.core.oracle.state_cases import StateCase
 
 @dataclass
 class SequenceState:
-    """State of a sequence, or of several along the first axis, in float64."""
+    """State of a sequence in float64, or of several sequences along the first axis."""
 
     recurrent: Tensor | None
-    """[..., num_heads, key_dim, value_dim]: recurrent state. None if the layer has none."""
+    """[..., num_heads, key_dim, value_dim]: recurrent state. None if the layer has no recurrence."""
     conv: Tensor | None
-    """[..., conv_channels, conv_width - 1]: inputs of the convolution, newest last. None if the layer has none."""
+    """[..., conv_channels, conv_width - 1]: inputs of the convolution, newest last. None if the layer has no convolution."""
 
     @classmethod
     def zeros(cls, spec: StateSpec) -> SequenceState:
@@ -31,30 +31,30 @@ class SequenceState:
         )
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> SequenceState:
-        """Return the state with a function applied to each part."""
+        """Return the state with `change` applied to each part."""
         return SequenceState(*(None if part is None else change(part) for part in (self.recurrent, self.conv)))
 
     def copy(self) -> SequenceState:
-        """Return a copy."""
+        """Return a copy of the state."""
         return self.changed(torch.clone)
 
 
 @dataclass(frozen=True)
 class TokenOperands:
-    """Effect of one token on the state of each head, in float64, with the axes of sequences first."""
+    """Operands with which one token updates the state of each head, in float64; axes of sequences come first."""
 
     decay: Tensor
-    """[..., num_heads, key_dim or 1]: factor that is applied to the state first."""
+    """[..., num_heads, key_dim or 1]: factor of the state before the token is added."""
     key: Tensor
-    """[..., num_heads, key_dim]: key."""
+    """[..., num_heads, key_dim]: key of the token in each head."""
     value: Tensor
-    """[..., num_heads, value_dim]: value."""
+    """[..., num_heads, value_dim]: value of the token in each head."""
     query: Tensor
-    """[..., num_heads, key_dim]: scaled query."""
+    """[..., num_heads, key_dim]: scaled query of the token in each head."""
     beta: Tensor | None = None
-    """[..., num_heads]: share by which a value replaces the one stored for its key. None means that values are added."""
+    """[..., num_heads]: fraction by which a value replaces the value stored for its key. None means that values are added."""
     skip: Tensor | None = None
-    """[..., num_heads, value_dim]: term added to the output, or None."""
+    """[..., num_heads, value_dim]: term added to the output. None means no such term."""
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def read(
     positive: Curve = softplus,
     strength: Curve = sigmoid,
 ) -> TokenOperands:
-    """Return a token's operands from its input, after the convolution, and its gates.
+    """Return a token's operands, computed from its gates and from its input after the convolution.
     positive, strength: activation functions for the gates of decay and beta."""
     if spec.kind == MAMBA1:
         return _read_mamba1(parameters, x, gates, positive)
@@ -117,7 +117,7 @@ def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]
 
 
 def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a token's output [..., num_heads, value_dim] and the state after it."""
+    """Return a token's output [..., num_heads, value_dim], and the state after the token."""
     state = operands.decay[..., None] * state
     added = operands.value
     if operands.beta is not None:
@@ -128,7 +128,7 @@ def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen(state: Tensor, by: Tensor) -> Tensor:
-    """Return the value that a head's state holds for a key or query, S^T k."""
+    """Return the value stored in a head's state for a key or query: S^T k."""
     return (state * by[..., None]).sum(-2)
 
 
@@ -147,12 +147,12 @@ def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rules:
-    """Functions of the definition, each replaceable to model a mistake."""
+    """Functions of the definition. Each can be replaced to model a mistake."""
 
     begin: Callable[[StateCase, int], SequenceState] = field(default=lambda case, row: begin(case, row))
-    """Returns the initial state of a sequence in the step."""
+    """Function that returns the initial state of a sequence in the step."""
     before: Callable[[int, SequenceState], SequenceState] = field(default=lambda token, state: state)
-    """Returns the state that a new token sees, given its index in the sequence."""
+    """Function that returns the state that a new token sees, from the token's index and the state before it."""
     convolve: Callable[[StateSpec, StateParameters, Tensor, Tensor], tuple[Tensor, Tensor]] = convolve
     read: Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor]], TokenOperands] = read
     update: Callable[[TokenOperands, Tensor], tuple[Tensor, Tensor]] = update
@@ -164,7 +164,7 @@ RIGHT = Rules()
 def advance(
     spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState, rules: Rules = RIGHT
 ) -> Tensor:
-    """Return the output of one token, or of one per sequence, float64 [..., out_channels], and advance the state in place.
+    """Return the output of one token, or of one token per sequence, float64 [..., out_channels], and update `state` in place.
     x: float64 [..., input_channels]; gates: float64, one row each."""
     if state.conv is not None:
         x, conv = rules.convolve(spec, parameters, x, state.conv)
@@ -179,20 +179,20 @@ def advance(
 
 @dataclass(frozen=True)
 class StateAnswer:
-    """Expected output and states of a step."""
+    """Expected output of a step, and expected states after it."""
 
     out: Tensor
     """float64 [num_tokens, out_channels]; NaN in the rows of padding sequences, which are not compared."""
     written: Mapping[int, SequenceState]
-    """State of each slot that the step writes. All other slots must keep their bits."""
+    """Slot that the step writes -> expected state. All other slots must keep their bits."""
     writers: Mapping[int, tuple[int, int]]
-    """Slot -> (sequence that writes it, number of its new tokens before that)."""
+    """Slot -> (index of the sequence that writes it, number of the sequence's new tokens before the write)."""
 
 
 def answer(case: StateCase, rules: Rules = RIGHT, rows: Sequence[int] | None = None) -> StateAnswer:
-    """Return the expected results of the whole step, prompts and decodes. rows: sequences to compute. None means all.
+    """Return the expected results of the whole step, prompts and decodes. rows: indices of sequences to compute. None means all.
 
-    Sequences advance together, token by token, longest first, so that the remaining ones are always the first.
+    Sequences advance together, token by token, longest first, so the sequences that have tokens left are always the first ones.
     """
     spec, step, slots = case.spec, case.metadata.step, case.metadata.slots_cpu.tolist()
     out = torch.full((step.num_tokens, spec.out_channels), torch.nan, dtype=torch.float64)
@@ -238,7 +238,7 @@ def state_of(case: StateCase, slot: int) -> SequenceState:
 
 
 def targets_of(case: StateCase, row: int) -> dict[int, list[int]]:
-    """Return the slots that receive a sequence's state, by its number of new tokens."""
+    """Return the number of new tokens of a sequence -> slots that receive its state after these tokens."""
     metadata, length = case.metadata, case.metadata.step.query_lens[row]
     slots = [int(slot) for slot in metadata.out_slots_cpu[row]]
     decodes = row >= metadata.step.num_prefills

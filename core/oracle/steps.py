@@ -18,12 +18,12 @@ from headway.core.oracle.cells import Finding, Skipped
 from headway.core.oracle.oracle import StepSequence
 
 FINITE_POISON = 3e4
-"""Finite in every 16-bit type, and far from any number in a case."""
+"""Poison value that is finite in every 16-bit dtype, and far from any number in a case."""
 _FAR = 1 << 15
-"""Slots (and blocks, if there is room) before the first used one in far memory: more than a signed 16-bit integer holds."""
+"""Number of slots (and blocks, if they fit) before the first used slot in far memory: exceeds a signed 16-bit integer."""
 _FAR_ELEMENTS = 1 << 31
 _PAD = 16
-"""Foreign elements after each part of an interleaved tensor that is not packed with others."""
+"""Number of foreign elements after each part of an interleaved tensor that is not packed with other tensors."""
 
 
 def first_far(spec: AttentionSpec, block_size: int) -> int:
@@ -35,7 +35,7 @@ def first_far(spec: AttentionSpec, block_size: int) -> int:
 
 
 class Foreign:
-    """One layer's tensors, and the memory that they view."""
+    """Cache tensors of one layer, and the memory that they are views of."""
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, num_blocks: int, block_size: int, memory: str, first: int = 0
@@ -74,12 +74,12 @@ class Foreign:
         self.cache = LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 
     def fill(self, value: float) -> None:
-        """Put a value everywhere, including foreign memory."""
+        """Fill all memory with a value, including foreign memory."""
         for base in self.bases:
             fill(base, value)
 
     def fill_blocks(self, blocks: Sequence[int], value: float) -> None:
-        """Put a value into every slot of some blocks."""
+        """Fill every slot of some blocks with a value."""
         for name, tensor in self.cache.tensors.items():
             one = torch.empty((), dtype=tensor.dtype)
             fill(one, value)
@@ -87,11 +87,11 @@ class Foreign:
             bits(tensor).index_fill_(self.cache.layout.tensors[name].index("block"), at, int(bits(one)))
 
     def differs(self, other: Foreign) -> bool:
-        """Return whether any bit differs."""
+        """Return whether any bit of the memory differs from the other's."""
         return not all(torch.equal(bits(a), bits(b)) for a, b in zip(self.bases, other.bases, strict=True))
 
     def differing_slots(self, other: Foreign) -> set[int]:
-        """Return the slots in which any bit of a tensor differs."""
+        """Return the slots in which any bit differs from the other's."""
         found: set[int] = set()
         for name in self.cache.tensors:
             ours, theirs = (bits(side.cache.by_slot(name)) for side in (self, other))
@@ -135,7 +135,7 @@ def _from(cache: LayerCache, first: int) -> list[Tensor]:
 
 
 class Layers:
-    """Caches of layers with one block table: those given to a backend, and copies with the expected content."""
+    """Caches of layers with a common block table: the caches given to a backend, and copies with the expected content."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Layers:
         layers: int = 2,
         poison: float = math.nan,
     ) -> None:
-        """poison: value of every slot that holds no token."""
+        """poison: value of every slot without a token."""
         self.poison = poison
         near, first = ("own", first_far(spec, block_size)) if memory == "far" else (memory, 0)
         self.right = [Foreign(spec, layout, num_blocks, block_size, near, first) for _ in range(layers)]
@@ -159,7 +159,7 @@ class Layers:
             foreign.fill(self.poison)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, *, given: bool) -> None:
-        """Write rows with the layout's writer. given: True to write to the backend's cache too."""
+        """Write keys and values with the layout's writer. given: True to write also to the backend's cache."""
         self._writer(k, v, self.right[layer].cache, slots)
         if given:
             self._writer(k, v, self.given[layer].cache, slots)
@@ -171,7 +171,7 @@ class Layers:
 
 
 def fill(tensor: Tensor, value: float) -> None:
-    """Put a value everywhere, limited to the type's maximum. Integers use their maximum for NaN."""
+    """Fill a tensor with a value, limited to the dtype's maximum. Integer dtypes use their maximum for NaN."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(min(value, torch.finfo(tensor.dtype).max) if math.isfinite(value) else value)
     else:
@@ -179,19 +179,19 @@ def fill(tensor: Tensor, value: float) -> None:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the same memory as integers, so that NaN equals itself."""
+    """Return a view of a tensor as integers, in which NaN equals itself."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same bits, NaN included."""
+    """Return whether two tensors have the same bits, including those of NaN."""
     return torch.equal(bits(one), bits(other))
 
 
 Lens = list[tuple[int, int, int]]
 """(query_len, context, num_draft_tokens) of each sequence, decodes last."""
 LONG = 1031
-"""A prime just above 1,024."""
+"""Length in tokens of a long sequence: a prime just above 1,024."""
 TABLE_BLOCKS = 130
 """Number of blocks of a sequence with a long table."""
 
@@ -223,7 +223,7 @@ def padding_rows(phase: str) -> int:
 
 
 def second_step(lens: Lens) -> Lens:
-    """Return other lengths in another order with the same number of tokens, for a second step at the same addresses."""
+    """Return different lengths in a different order with the same total of tokens, for a second step at the same addresses."""
     queries = [entry for entry in lens if not entry[1]]
     cached = [entry for entry in lens if entry[1]]
     contexts = [context for _, context, _ in cached]
@@ -232,7 +232,7 @@ def second_step(lens: Lens) -> Lens:
 
 
 def blocks_for(lens: Lens, block_size: int) -> int:
-    """Return the number of blocks of these sequences."""
+    """Return the total number of blocks that sequences of these lengths need."""
     return sum(-(-(query_len + context) // block_size) for query_len, context, _ in lens)
 
 
@@ -242,7 +242,7 @@ def _decodes(entry: tuple[int, int, int]) -> bool:
 
 
 UNWRITTEN = {torch.float64: 0x7FFADA5A5A5A5A5A, torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
-"""Bits of the NaN that `out` holds before a step. No arithmetic results in this one."""
+"""Bit pattern, for each dtype, of the NaN in `out` before a step. No arithmetic results in this NaN."""
 GUARD = 3
 """Number of foreign rows before and after `out`."""
 
@@ -262,7 +262,7 @@ class SequencePart(NamedTuple):
     query_len: int = 1
     """Number of new tokens."""
     num_draft_tokens: int = 0
-    """Number of draft tokens among the new ones. With drafts, the sequence decodes."""
+    """Number of draft tokens among the new tokens. A sequence with draft tokens decodes."""
 
 
 StepWork = Sequence[SequencePart]
@@ -286,7 +286,7 @@ class StepInputs:
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, tokens: int, *, merged: bool) -> StepInputs:
-        """Return memory for steps of up to `tokens`. merged: True to slice q, k and v from one tensor, like a merged
+        """Return memory for steps of up to `tokens` tokens. merged: True to slice q, k and v from one tensor, like a merged
         projection."""
         dims = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
 
@@ -302,7 +302,7 @@ class StepInputs:
         return cls(q, k, v, out)
 
     def first(self, tokens: int) -> StepInputs:
-        """Return the memory for a step of `tokens`. The output holds NaN, so that a missed row shows."""
+        """Return the memory for a step of `tokens` tokens. The output is filled with NaN, which reveals missed rows."""
         part = StepInputs(self.q[:tokens], self.k[:tokens], self.v[:tokens], self.guarded[: tokens + 2 * GUARD])
         bits(part.guarded).fill_(UNWRITTEN[part.guarded.dtype])
         return part
@@ -338,7 +338,7 @@ class Before:
         }
 
     def compare(self, step: StepTensors) -> None:
-        """Compare the step with the copy. :raises Finding: if something was changed."""
+        """Compare the step with the copy. :raises Finding: if a tensor has changed."""
         for layer, (given, was) in enumerate(zip(step.inputs, self._inputs, strict=True)):
             for name, old in zip("qkv", was, strict=True):
                 new = getattr(given, name)
@@ -358,13 +358,13 @@ class Before:
 
 @dataclass
 class CellErrors:
-    """The error of a cell that is largest relative to its tolerance."""
+    """Records the error of a cell that is largest relative to its tolerance."""
 
     error: float | None = None
     tolerance: float | None = None
 
     def note(self, error: float, tolerance: float) -> None:
-        """Record an error if its ratio to its tolerance is the largest. NaN is left to the finding."""
+        """Record an error if its ratio to its tolerance is the largest. NaN is ignored: findings report it."""
         if error * (self.tolerance or 1.0) >= (self.error or 0.0) * tolerance:
             self.error = error
             self.tolerance = tolerance

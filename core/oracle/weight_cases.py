@@ -1,4 +1,4 @@
-"""Linear layers and expert layers in float64, and random cases of them.
+"""float64 references for linear and MoE layers, and random cases for testing kernels.
 
 The definitions follow the fields of the weights element by element, and share no code with the kernels or the contract.
 """
@@ -17,26 +17,26 @@ from headway.core.contract.linear import LinearParts
 from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight
 
 NUMBERS = ("normal", "mean", "uneven", "large", "tiny")
-"""Regimes of random numbers. mean: mostly positive terms, so that sums grow. uneven: scales and rows of x differ by powers of
+"""Regimes of random numbers. mean: mostly positive terms, so sums grow. uneven: scales and rows of x differ by powers of
 two. large, tiny: x times a power of two."""
 WEIGHTS = (
     *("plain", "int8", "mxfp4", "fp8-rows", "fp8-tensor", "fp8-128x128"),
     *(f"int4-{size}{zeros}{order}" for size in (128, 64, 32) for zeros in ("", "-zeros") for order in ("", "-order")),
 )
-"""Weights for testing kernels: a name in FORMATS, and the block or group that shares a scale."""
+"""Weight formats for testing kernels: a name in FORMATS, with the block or group that shares a scale."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random numbers of one regime, drawn on the CPU."""
+    """Generator of random numbers of one regime, on the CPU."""
 
     generator: torch.Generator
     numbers: str = NUMBERS[0]
     most: int = 6
-    """Maximum exponent of 2 by which numbers differ from usual ones."""
+    """Maximum exponent of the power of two by which numbers differ from usual numbers."""
 
     def normal(self, *shape: int) -> Tensor:
-        """Return normally distributed float32 numbers; in the regime `mean`, mostly positive ones."""
+        """Return normally distributed float32 numbers; in the regime `mean`, mostly positive numbers."""
         drawn = torch.randn(shape, generator=self.generator)
         return 0.5 * drawn + 1.0 if self.numbers == "mean" else drawn
 
@@ -107,7 +107,7 @@ def dequantized(weight: Weight) -> Tensor:
 
 
 def on_device(given: Any, device: torch.device) -> Any:
-    """Return a copy of a weight, or of expert weights, with its tensors on a device."""
+    """Return a copy of a weight, or of expert weights, with all tensors on `device`."""
     if isinstance(given, Tensor):
         return given.to(device, copy=True)
     if not is_dataclass(given):
@@ -125,10 +125,10 @@ def tensors_of(given: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class WeightCase:
-    """One call of a linear or experts kernel."""
+    """One call of a linear or MoE kernel, with the expected result."""
 
     weight: Any
-    """`Weight` or `ExpertsWeights`."""
+    """`Weight` of a linear layer, or `ExpertsWeights` of an MoE layer."""
     given: tuple[Tensor, ...]
     """Arguments of `apply` before the weight: x, or x, experts and scores."""
     onto: Tensor | None
@@ -138,12 +138,12 @@ class WeightCase:
     spread: Tensor
     """float64 [rows, out_features]: expected magnitude of such random sums, by which errors are divided."""
     config: ExpertsConfig | None = None
-    """Configuration of a layer of experts."""
+    """Configuration of an MoE layer. None for a linear layer."""
     parts: LinearParts | None = None
     """Operations that a linear kernel fuses with the GEMM. None means only the GEMM."""
 
     def call(self, kernel: Any, prepared: Any, out: Tensor) -> None:
-        """Call the kernel."""
+        """Call the kernel with this case's arguments."""
         if self.parts is None:
             kernel.apply(*(*self.given, prepared, out))
         else:
@@ -208,7 +208,7 @@ def fused_case(weight: Weight, x: Tensor, around: str, layer: Drawn, drawn: Draw
 def experts_case(
     config: ExpertsConfig, weights: ExpertsWeights, given: tuple[Tensor, Tensor, Tensor], onto: Tensor, device: torch.device
 ) -> WeightCase:
-    """Return the case of an expert layer over routed rows on a device; see `ExpertsKernel.apply`.
+    """Return the case of an MoE layer over routed rows on a device; see `ExpertsKernel.apply`.
 
     weights, given (x, experts and scores), onto: on the CPU, where the reference is computed.
     """

@@ -1,1 +1,1 @@
-"""Checkpoints: files, names of tensors, quantization formats, .gguf."""
+"""Checkpoints: files, tensor names, quantization formats and .gguf conversion."""

@@ -34,26 +34,26 @@ _SIZES = (
     "block_multiple_of",
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
-"""Maximum of each size that has a lower bound than a 32-bit integer: far above any model, and small enough to refuse fast."""
+"""Maximum value of each size with a tighter bound than int32: far above any model, and small enough to refuse quickly."""
 _SIZE = re.compile(
     r"(^|[._])(n|num|d|sizes?|dims?|length|rank|heads?|layers?|block|experts?|groups?|labels|kernel|conv|expand|inner|count|width"
     r"|channels|state)([._]|$)"
 )
-"""Matches names of integers that count or measure parts of a model."""
+"""Pattern for names of config.json integers that count or measure parts of a model."""
 _NO_SIZE = re.compile(
     r"(^|[._])(tokens?|positions?|ids?|params?|parameters|seq|sequence|context|ctx|max|window|chunk|batch|samples?|file|data|dataset"
     r"|train|total|steps|eps|epsilon)([._]|$)"
 )
-"""Matches names of other integers that `_SIZE` matches too, such as token ids and context lengths."""
+"""Pattern for names that `_SIZE` matches although they are not sizes, such as token ids and context lengths."""
 _LAYERS = re.compile(r"(^|[._])(layers?|block)([._]|$)")
 _MOST_SIZE = 1 << 25
-"""Upper bound of sizes if there are no tensors."""
+"""Upper bound of each size if the folder has no tensors to compare sizes with."""
 _LEAST_BOUND = 1 << 16
-"""Smallest upper bound of sizes derived from tensors: lists of this length take little time to make."""
+"""Smallest upper bound of sizes derived from tensors: a list of this length is quick to create."""
 _PACKED = 8
-"""Maximum number of values packed into one element of a tensor."""
+"""Maximum number of quantized values packed into one element of a tensor."""
 _ABOVE_ZERO = {"rms_norm_eps": 1.0, "query_pre_attn_scalar": 1e6, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
-"""Optional numbers and the maximum of each."""
+"""Maximum value of each optional config.json number; the minimum is above 0."""
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "num_labels")
 
 
@@ -85,7 +85,7 @@ def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]] | None:
-    """Return the shapes of a folder's tensors by name; None if no tensors can be read, which is an error when they are loaded."""
+    """Return the shapes of a folder's tensors by name; None if they cannot be read; loading them then fails."""
     try:
         files = TensorFiles(folder, torch.device("cpu"))
     except ModelError:
@@ -100,7 +100,7 @@ def architectures_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def needed() -> str:
-    """Return the need that error messages state for an architecture."""
+    """Return the text after "needs" in an error message about an architecture."""
     return f"needs one of {known_architectures()}, or another decoder that transformers has"
 
 
@@ -150,7 +150,7 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _purpose(architectures: list[str]) -> str:
-    """Return why an architecture cannot generate text, judged by its name; empty if the name does not show it."""
+    """Return the reason why an architecture cannot generate text, judged by its name; empty if the name shows no reason."""
     name = architectures[0] if len(architectures) == 1 else ""
     if "Bidirectional" in name or "Encoder" in name:
         return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
@@ -162,9 +162,9 @@ def _purpose(architectures: list[str]) -> str:
 
 
 def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.json") -> None:
-    """Check each size, and the sizes that must divide one another. file: name of the file with the sizes, for the error.
+    """Check each size, and that sizes divide one another where they must. file: name of the file with the sizes, for errors.
 
-    :raises ModelError: if a size is impossible; it names the first one.
+    :raises ModelError: if a size is impossible; the error names the first such size.
     """
     for name in _SIZES:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
@@ -201,7 +201,7 @@ def check_bounds(
     The bound is coarse: the exact shapes are compared when the tensors are read. shapes: shape of each tensor by name; None if
     there are no tensors. file: name of the file with the sizes, for the error.
 
-    :raises ModelError: if a size is impossible for these tensors; it names the first one.
+    :raises ModelError: if a size is impossible for these tensors; the error names the first such size.
     """
     longest, name = max(((max(shape, default=0), name) for name, shape in (shapes or {}).items()), default=(0, ""))
     bound = _MOST_SIZE if shapes is None else max(_PACKED * longest, len(shapes), _LEAST_BOUND)
@@ -213,7 +213,7 @@ def check_bounds(
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
-    """Yield the integers, also as text, whose names say that they count or measure a part; nested mappings included."""
+    """Yield the name and value of each size, including sizes stored as text and sizes in nested mappings."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
@@ -226,7 +226,7 @@ def _is_digits(value: object) -> bool:
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
-    """Check the numbers that multiply or divide activations, since a wrong one gives meaningless output."""
+    """Check the numbers that multiply or divide activations, because a wrong number gives meaningless output."""
     for name, most in _ABOVE_ZERO.items():
         value = config.get(name)
         if value is None or (isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= most):
@@ -235,7 +235,7 @@ def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
 
 
 def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, file: str) -> None:
-    """Check RoPE scaling settings that go to transformers unread, because Headway's decoder does not compute them."""
+    """Check the RoPE scaling settings that Headway passes to transformers because its own decoder does not compute them."""
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
         if not isinstance(given, Mapping):

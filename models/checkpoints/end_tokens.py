@@ -23,7 +23,7 @@ log = logging.getLogger("headway")
 
 
 def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that end a response, and log each with the places that name it.
+    """Return the token ids that end a response, and log each id with the files or objects that name it.
 
     stated: config.json as written. config: config.json with its class's defaults. Its default id is used only if the files name
     none, because an additional default could be an ordinary word. tokenizer: None if the model has none.
@@ -52,7 +52,7 @@ def save_gguf_ends(header: Any, folder: Path) -> None:
 
 
 def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each place that may name end tokens, with its value."""
+    """Yield the name of each file or object that may name end tokens, with the value found in it."""
     generation, text = _read(folder / _FILE), stated.get("text_config")
     files = {"config.json": stated.get(_KEY)}
     if isinstance(text, Mapping):
@@ -72,7 +72,7 @@ def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any)
 
 
 def _ids(folder: Path, source: str, value: Any) -> list[int]:
-    """Return the token ids that one place names. :raises ModelError: if it holds anything other than token ids."""
+    """Return the token ids in `value`. source: its origin, for errors. :raises ModelError: if anything else is found."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
         raise ModelError(f"model {folder}: {_KEY} ({source}) needs token ids, got {shown(value)}")
@@ -80,14 +80,14 @@ def _ids(folder: Path, source: str, value: Any) -> list[int]:
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """Return a token's text, after a space; empty without a tokenizer."""
+    """Return a token's text with a leading space, for the log; empty without a tokenizer."""
     return "" if tokenizer is None else f" {shown(tokenizer.convert_ids_to_tokens(token))}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a folder's generation_config.json, empty if there is none.
+    """Return the content of generation_config.json; an empty mapping if the file does not exist.
 
-    :raises ModelError: if it is not a JSON object.
+    :raises ModelError: if the file is not a JSON object.
     """
     if not path.is_file():
         return {}

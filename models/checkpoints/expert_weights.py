@@ -20,11 +20,11 @@ from headway.models.config import ExpertNames
 def take_experts(
     shard: ExpertsShard, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
 ) -> RoutedWeights:
-    """Return the weights of one MoE layer, read from the checkpoint. at: prefix of the layer's tensor names. scale: factor of all
-    experts' outputs.
+    """Return the weights of one MoE layer, read from the checkpoint. at: prefix of the layer's tensor names. scale: factor of
+    the outputs of all experts.
 
-    Each of the two grouped GEMMs keeps the checkpoint's quantization format if the source keeps it and all experts have it. If
-    shared experts have another format, or their slices end within a block, all experts are dequantized.
+    Each of the two grouped GEMMs uses the checkpoint's quantization format if the source supports it and all experts have it. If
+    shared experts have a different format, or their slices end within a block, all experts are dequantized.
     """
     config = shard.own
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
@@ -55,7 +55,7 @@ def take_experts(
 def _take_router(
     config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the router's weight, its bias, and its correction bias."""
+    """Return the router's weight, its bias and its correction bias; None for a bias that the model lacks."""
     routed = config.num_experts
     router = weights.take(f"{at}{names.router}.weight", (routed, hidden_size))
     if config.shared_gate:
@@ -74,7 +74,7 @@ Rows = Tensor | QuantizedWeight
 
 
 def _take_single(shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
+    """Read experts stored as one tensor each. The tensors of other ranks' experts are counted as read, but not loaded."""
     held = set(shard.experts.pick(range(shard.experts.whole)))
     up: dict[str, int | Axis] = {}
     down: dict[str, int | Axis] = {}
@@ -86,7 +86,7 @@ def _take_single(shard: ExpertsShard, names: ExpertNames, hidden: int, weights: 
 
 
 def _take_stacked(shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
-    """Take a tensor of all experts for each of the two products."""
+    """Read experts stored as one stacked tensor for each of the two grouped GEMMs."""
     rows = shard.inner + shard.inner if shard.own.gated else shard.inner
     gate_up = weights.take_stacked(at + names.stacked_gate_up, (shard.experts, rows, hidden))
     down = weights.take_stacked(at + names.stacked_down, (shard.experts, hidden, shard.inner))
@@ -97,9 +97,9 @@ def _take_stacked(shard: ExpertsShard, names: ExpertNames, hidden: int, weights:
 
 
 def _with_shared_up(routed: Rows, shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Add the pieces of the shared experts' first product: as many rows of each half as a routed expert has.
+    """Append the shared experts' gate and up rows, split into slices of a routed expert's size.
 
-    The last one is padded with zeros.
+    The last slice is padded with zeros.
     """
     inner, size = shard.own.intermediate_size, shard.shared.size
     halves = shard.own.up_size // inner
@@ -118,7 +118,7 @@ def _with_shared_up(routed: Rows, shard: ExpertsShard, names: ExpertNames, hidde
 
 
 def _with_shared_down(routed: Rows, shard: ExpertsShard, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
-    """Add the pieces of their last product: columns, which the last has some zeros of."""
+    """Append the columns of the shared experts' down projection, in slices; the last slice is padded with zeros."""
     inner, size = shard.own.intermediate_size, shard.shared.size
     shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, shard.shared)
     if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:

@@ -1,4 +1,4 @@
-"""Replacement of a running decoder's weights: affected parts are rebuilt, then copied into the tensors in use."""
+"""Replacement of a running decoder's weights: affected parts are rebuilt, then copied into the live tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GivenWeights(WeightSource):
-    """Tensors passed by a program; a checkpoint supplies the others."""
+    """Weight source that returns tensors passed by the caller, and reads all other tensors from a checkpoint."""
 
     def __init__(self, given: Mapping[str, Tensor], checkpoint: WeightSource, aliases: tuple[tuple[str, str], ...]) -> None:
         """aliases: as for `Weights`."""
@@ -30,7 +30,7 @@ class GivenWeights(WeightSource):
         self._checkpoint = checkpoint
         self._aliases = aliases
         self.taken: set[str] = set()
-        """Names of the passed tensors that have been used."""
+        """Names of the passed tensors that have been read."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
@@ -44,9 +44,9 @@ class GivenWeights(WeightSource):
         return self._given[known]
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Return the passed tensor if there is one, else the checkpoint's.
+        """Return the passed tensor of this name if there is one, else the checkpoint's tensor.
 
-        :raises ModelError: if its shape is not the configuration's.
+        :raises ModelError: if the tensor's shape is not the configuration's.
         """
         return self.take_as(self.dtype, name, shape)
 
@@ -84,14 +84,14 @@ def bound_of(part: Any) -> list[Any]:
 
 
 class LiveWeights:
-    """Weights of a running decoder, which a program may replace between two steps.
+    """Weights of a running decoder, which the caller may replace between two steps.
 
     A layer merges, scales and packs the tensors that it takes, so a single tensor cannot be replaced: the layer is rebuilt from
     all of its tensors. Passed tensors stay in host memory for that.
     """
 
     def __init__(self, decoder: Decoder, checkpoint: Callable[..., WeightSource], dummy: bool) -> None:
-        """checkpoint: function that opens the files of the model, or random weights if called with dummy=True.
+        """checkpoint: function that opens the model's files; with dummy=True it returns a source of random weights.
 
         dummy: True if the decoder has random weights now.
         """
@@ -102,7 +102,7 @@ class LiveWeights:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors that `read_again` fills: tensors of the parts, excluding workspaces of their operations."""
+        """Tensors that `read_again` fills: the weights of all parts, excluding their operations' workspaces."""
         decoder = self._decoder
         parts = [decoder.part(index) for index in (None, *range(decoder.config.num_layers))]
         made = {
@@ -113,12 +113,12 @@ class LiveWeights:
 
     @torch.inference_mode()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Replace tensors, by their names in the checkpoint, and return the names.
+        """Replace tensors, identified by checkpoint name, and return their names.
 
         Layers are replaced one by one. If one is refused, the layers before it have been replaced.
 
         :raises ConfigError: if the model has no tensor of this name, or a backend has copied the tensor.
-        :raises ModelError: if a tensor has another shape.
+        :raises ModelError: if a tensor has a different shape.
         """
         new = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
         merged = {**self._given, **new}
@@ -148,7 +148,7 @@ class LiveWeights:
         return self._checkpoint(dummy=self.dummy)
 
     def _layer_of(self, name: str) -> int | None:
-        """Return the layer that a tensor belongs to; None if it belongs to no layer, such as the embedding."""
+        """Return the index of the layer that a tensor belongs to; None for tensors outside the layers, such as the embedding."""
         names, count = self._decoder.config.names, self._decoder.config.num_layers
         for index in range(count):
             prefix = names.layer.format(index)
@@ -158,7 +158,7 @@ class LiveWeights:
         return None
 
     def _ignores(self, name: str) -> bool:
-        """Return whether an unused tensor may be passed: one that checkpoints may have too, or a head tied to the embedding."""
+        """Return whether a passed tensor may be unused: one that checkpoints may contain, or a head tied to the embedding."""
         names, tied = self._decoder.config.names, self._decoder.config.tie_word_embeddings
         head = tied and name.endswith(f"{names.head}.weight")
         return head or name.endswith(("rotary_emb.inv_freq", *names.ignored)) or name.startswith(names.ignored_modules)

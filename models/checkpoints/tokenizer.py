@@ -1,4 +1,4 @@
-"""Tokenizer of a model: from transformers, or from only the tokenizers library if tokenizer.json is sufficient."""
+"""Tokenizer of a model: from transformers, or only from the tokenizers library if tokenizer.json is sufficient."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _ANSWERED: Final = (
     *("__call__", "encode", "_encode_plus", "decode", "_decode", "convert_ids_to_tokens", "get_vocab", "__len__"),
     *("get_chat_template", "apply_chat_template"),
 )
-"""Methods of transformers' tokenizer that `PlainTokenizer` implements, and the methods that those call."""
+"""Methods of transformers' tokenizer that `PlainTokenizer` implements, and the methods that they call."""
 _CACHED: Final = ("chat_template", "model_max_length", "special_tokens_map", *_NAMED, *(f"{name}_id" for name in _NAMED))
 _FORM: Final = 1
-"""Version of the cached data; to be changed with its content, or with `_is_plain`."""
+"""Version of the cached data. Increase it when the content or `_is_plain` changes."""
 _MAX_CACHED: Final = 32
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _LARGEST_FILE: Final = 64 << 20
-"""Size in bytes above which a file is not hashed as part of a tokenizer."""
+"""Size in bytes above which a file is not included in a tokenizer's digest."""
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder: transformers', or a cached `PlainTokenizer` if the tokenizer is plain.
+    """Return a model folder's tokenizer: a cached `PlainTokenizer` if it gives the same results, else transformers' tokenizer.
 
     The data that transformers makes from the folder's files is cached, so that later starts need not import transformers.
 
@@ -58,9 +58,9 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def read_transformers_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a model folder.
+    """Return the transformers tokenizer of a model folder.
 
-    :raises ModelError: if it cannot be read, or needs the model's own code.
+    :raises ModelError: if the tokenizer cannot be read, or needs the model's own code.
     """
     from transformers import AutoTokenizer
 
@@ -86,12 +86,12 @@ def read_transformers_tokenizer(folder: Path) -> Any:
 
 
 def transformers_tokenizer(tokenizer: Any) -> Any:
-    """Return transformers' tokenizer for a result of `read_tokenizer`; None for None."""
+    """Return the transformers tokenizer behind a result of `read_tokenizer`; None if the argument is None."""
     return tokenizer.transformers_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
 
 
 class PlainTokenizer:
-    """Tokenizer of the tokenizers library, used without transformers, whose import adds two seconds to a start.
+    """Tokenizer that needs only the tokenizers library: importing transformers adds two seconds to a start.
 
     It has the attributes of transformers' tokenizer that generation reads, with the same values. Any other attribute comes from
     transformers' tokenizer of the same folder, which is loaded on first use.
@@ -101,7 +101,7 @@ class PlainTokenizer:
     clean_up_tokenization_spaces = False
 
     def __init__(self, folder: Path, backend: Tokenizer, attributes: Mapping[str, Any]) -> None:
-        """attributes: `_CACHED` of transformers' tokenizer."""
+        """attributes: values of the attributes in `_CACHED`, read from the transformers tokenizer."""
         self._folder = folder
         self.backend_tokenizer = backend
         self.chat_template: str | None = attributes["chat_template"]
@@ -113,11 +113,11 @@ class PlainTokenizer:
 
     @cached_property
     def transformers_tokenizer(self) -> Any:
-        """transformers' tokenizer of the folder, loaded on first use."""
+        """The folder's transformers tokenizer, loaded on first use."""
         return read_transformers_tokenizer(self._folder)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of transformers' tokenizer; Python calls this only for missing attributes."""
+        """Return an attribute of the transformers tokenizer; Python calls this only for attributes missing here."""
         if name.startswith("__"):  # looked up by copy and pickle
             raise AttributeError(name)
         return getattr(self.transformers_tokenizer, name)
@@ -126,7 +126,7 @@ class PlainTokenizer:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        """Return {"input_ids": ...} of one text; transformers' tokenizer handles other arguments."""
+        """Return {"input_ids": ...} for one text; the transformers tokenizer handles other arguments."""
         if not isinstance(text, str) or options.keys() - {"add_special_tokens"}:
             return self.transformers_tokenizer(text, **options)
         return {"input_ids": self.encode(text, options.get("add_special_tokens", True))}
@@ -136,18 +136,18 @@ class PlainTokenizer:
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
+        """Decode token ids to text."""
         listed = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self.backend_tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """Return the name of one token, or of several; None for an id without a token."""
+        """Return the vocabulary entry of one id, or of each id in a sequence; None for an unused id."""
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
         return [self.backend_tokenizer.id_to_token(token) for token in ids]
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the id of each token, by its name."""
+        """Return the vocabulary: token ids keyed by token text."""
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     @property
@@ -162,7 +162,7 @@ class PlainTokenizer:
         return self.chat_template
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Return the text of a conversation, rendered from the tokenizer's chat template with only the option
+        """Return a conversation rendered as text with the tokenizer's chat template, with only the option
         `add_generation_prompt`.
 
         transformers renders conversations whose messages contain more than text, and reports templates that fail.
@@ -189,7 +189,7 @@ class PlainTokenizer:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Return whether a `PlainTokenizer` would give the same results as this tokenizer of transformers."""
+    """Return whether a `PlainTokenizer` would give the same results as this transformers tokenizer."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind, template = type(tokenizer), tokenizer.chat_template
@@ -204,7 +204,7 @@ def _is_plain(tokenizer: Any) -> bool:
 
 
 def _cache_file(folder: Path) -> Path | None:
-    """Return the path of a tokenizer's cache file, named by a digest of the files that affect it; None if they are unreadable."""
+    """Return the path of a tokenizer's cache file, named after a digest of the tokenizer's files; None if they are unreadable."""
     digest = hashlib.sha256(os.fsencode(f"{_FORM} {installed_versions(('transformers', 'tokenizers'))} {folder.resolve()}"))
     try:
         for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):
@@ -217,7 +217,7 @@ def _cache_file(folder: Path) -> Path | None:
 
 
 def _save(tokenizer: Any, path: Path) -> None:
-    """Cache the data that a `PlainTokenizer` needs from transformers' tokenizer; a failure to write is logged."""
+    """Cache the data that a `PlainTokenizer` needs from the transformers tokenizer; a failed write is logged."""
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -232,7 +232,7 @@ def _save(tokenizer: Any, path: Path) -> None:
 
 
 def _read_cached(path: Path, folder: Path) -> PlainTokenizer | None:
-    """Return a cached tokenizer; None if there is none, or the file is damaged."""
+    """Return a cached tokenizer; None if the cache file does not exist or is damaged."""
     from tokenizers import Tokenizer
 
     try:
@@ -251,7 +251,7 @@ def _sha256(text: str) -> str:
 
 
 def _is_plain_template(template: str) -> bool:
-    """Return whether a chat template reads only messages and special tokens, and uses no extension of transformers."""
+    """Return whether a chat template reads only messages and special tokens, and uses no transformers extension."""
     from jinja2 import TemplateError
     from jinja2.meta import find_undeclared_variables
     from jinja2.nodes import Filter
@@ -265,7 +265,7 @@ def _is_plain_template(template: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _environment() -> Any:
-    """Return the sandbox in which transformers renders chat templates, without the names and tags that transformers adds."""
+    """Return the sandboxed Jinja environment that transformers renders chat templates in, without transformers' extensions."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -280,9 +280,9 @@ def _compiled(template: str) -> Any:
 
 
 def _naming_config(folder: Path) -> Any:
-    """Return a configuration with everything that AutoTokenizer needs, if tokenizer_config.json names the tokenizer's class.
+    """Return a configuration that is sufficient for AutoTokenizer, if tokenizer_config.json names the tokenizer's class.
 
-    None for other folders: transformers then imports the model's configuration class and with it torch's distributed tensors,
+    Otherwise return None: transformers then imports the model's configuration class, and with it torch's distributed tensors,
     which takes most of a second.
     """
     from transformers import PreTrainedConfig
@@ -305,7 +305,7 @@ def _naming_config(folder: Path) -> Any:
 
 
 def _check_templates(folder: Path) -> None:
-    """Check that the chat templates can be read. :raises ModelError: if one cannot, or is not UTF-8."""
+    """Check that the chat templates can be read. :raises ModelError: if a template is unreadable or not UTF-8."""
     for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
         try:
             read_text(path)
@@ -316,7 +316,7 @@ def _check_templates(folder: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's class and message in one line: the message's first line, and the next if the first only announces it."""
+    """Return an error's class and the first line of its message, plus the second line if the first only introduces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text}"

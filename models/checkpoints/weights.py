@@ -1,4 +1,4 @@
-"""Sources of a model's weights: safetensors checkpoints, random weights, and quantization of either while loading.
+"""Sources of a model's weights: safetensors checkpoints, random weights, and a wrapper that quantizes while loading.
 
 Each tensor of a checkpoint is checked and read once; a missing or unused tensor is an error.
 """
@@ -26,13 +26,13 @@ from headway.models.checkpoints.gguf.blocks import GgufBlocks
 from headway.models.checkpoints.tensor_files import NEEDED, PLAIN, TensorFiles
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
-"""Suffixes of tensors in some checkpoints that Headway does not need: computed values, and scales of unquantized tensors."""
+"""Name suffixes of checkpoint tensors that Headway does not need: computed values, and scales of unquantized tensors."""
 
 log = logging.getLogger("headway")
 
 
 class WeightSource(Protocol):
-    """Source of a decoder's tensors, by checkpoint name. Sources without quantized weights inherit the defaults."""
+    """Source of a decoder's tensors, keyed by checkpoint name. Sources without quantized weights inherit the defaults."""
 
     dtype: torch.dtype
     device: torch.device
@@ -41,10 +41,10 @@ class WeightSource(Protocol):
         """Return whether the checkpoint has a tensor of this name."""
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Return a tensor, of which `shape` selects this rank's shard."""
+        """Return this rank's shard of a tensor, as selected by `shape`."""
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """Return tensors of shape [size, *rest], concatenated along the first axis. sizes: name -> rows."""
+        """Return tensors of shape [size, *rest], concatenated along the first axis. sizes: name -> number of rows."""
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """Return concatenated weights of linear layers with the same input, possibly quantized. sizes: name -> out_features."""
@@ -55,14 +55,14 @@ class WeightSource(Protocol):
         return self.take_merged(sizes, in_features)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """Return a tensor of all experts of a layer: plain in this shape, or quantized as rows [experts * out, in_features].
+        """Return a layer's stacked expert tensor: plain in this shape, or quantized as rows [experts * out, in_features].
 
         shape: experts, out_features, in_features; if transposed: experts, in_features, out_features.
         """
         return self.take(name, shape)
 
     def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
-        """Return the output head, or a tied embedding, in GGUF blocks for the CPU's kernels; None if it is plain."""
+        """Return the output head, or a tied embedding, as GGUF blocks for CPU kernels; None if the head is plain."""
         return None
 
     def dequantize(self, weight: QuantizedWeight) -> Tensor:
@@ -70,19 +70,19 @@ class WeightSource(Protocol):
         raise AssertionError("a plain source gives no quantised weight")
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """Return one tensor of this shape in the given dtype instead of the source's."""
+        """Return one tensor of this shape in the given dtype instead of the source's dtype."""
 
     def take_number(self, name: str) -> float:
-        """Return the value of a tensor of one element."""
+        """Return the value of a one-element tensor."""
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """Finish reading. ignored: suffixes of tensors that may be unused; modules: prefixes of the names of such tensors."""
+        """Finish reading. ignored: suffixes of tensors that may be unused; modules: name prefixes of such tensors."""
 
 
 class Weights(WeightSource):
-    """Tensors of a model folder by checkpoint name, converted to one dtype and device as they are taken.
+    """Tensors of a model folder, keyed by checkpoint name, converted to one dtype and device when they are read.
 
-    Quantized tensors are dequantized one by one. Only `take_product`, `take_experts` and `take_stacked` can return one quantized.
+    Quantized tensors are dequantized one by one. Only `take_product`, `take_experts` and `take_stacked` return quantized weights.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Weights(WeightSource):
         supports: Callable[[QuantizedWeight], bool] = lambda weight: False,
         supports_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
     ) -> None:
-        """aliases: pairs of a part of a name and its replacement, tried if the checkpoint has no tensor of the name.
+        """aliases: pairs of a substring of a name and its replacement, tried if the checkpoint has no tensor of that name.
 
-        supports: returns whether linear layers have a kernel for a weight's format; others are dequantized.
-        supports_experts: the same for experts.
+        supports: returns whether linear layers have a kernel for a weight's format; other weights are dequantized.
+        supports_experts: returns whether MoE layers have a grouped GEMM kernel for a weight's format.
 
-        :raises ModelError: if the folder has no safetensors file, or one is missing or truncated.
+        :raises ModelError: if the folder has no safetensors file, or a file is missing or truncated.
         """
         self.folder = folder
         self.dtype = dtype
@@ -115,18 +115,18 @@ class Weights(WeightSource):
         return name in self._files or self._quantized(name, ()) is not None
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Read one tensor; of a sharded one only this rank's shard.
+        """Read one tensor; only this rank's shard if it is sharded.
 
-        :raises ModelError: if it is missing, or its shape is not the configuration's.
+        :raises ModelError: if the tensor is missing, or its shape is not the configuration's.
         """
         return self._read(name, axes_of(shape)).to(self.dtype)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Read tensors of shape [size, *rest] into one tensor, allocated once so that no part is in memory twice.
 
-        sizes: name -> rows.
+        sizes: name -> number of rows.
 
-        :raises ModelError: if one is missing, or its shape is not the configuration's.
+        :raises ModelError: if a tensor is missing, or its shape is not the configuration's.
         """
         rows = [Axis.of(size) for size in sizes.values()]
         parts = [self._checked(name, axes_of((axis, *rest))) for name, axis in zip(sizes, rows, strict=True)]
@@ -141,7 +141,7 @@ class Weights(WeightSource):
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """Read the weights of linear layers with the same input, quantized if `supports` accepts the format.
 
-        If one of the parts is plain, or their formats differ, all are dequantized.
+        If a weight is plain, or the weights' formats differ, all are dequantized.
 
         :raises ModelError: as for `take_merged`.
         """
@@ -155,7 +155,7 @@ class Weights(WeightSource):
         return self._rows(sizes, in_features, self._supports_experts)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """Read a tensor of all experts, quantized if `supports_experts` accepts the format. :raises ModelError: as for `take`."""
+        """Read a stacked expert tensor, quantized if `supports_experts` accepts the format. :raises ModelError: as for `take`."""
         axes = axes_of(shape)
         found = self._quantized(name, axes)
         if found is None:
@@ -182,7 +182,7 @@ class Weights(WeightSource):
     def _rows(
         self, sizes: Mapping[str, int | Axis], in_features: int | Axis, supports: Callable[[QuantizedWeight], bool]
     ) -> Tensor | QuantizedWeight:
-        """Return concatenated weights, quantized if all have one format that `supports` accepts."""
+        """Return concatenated weights, quantized if all have the same format and `supports` accepts it."""
         modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()]
         known = [each for each in modules if each is not None]
         if len(known) < len(modules):
@@ -208,15 +208,15 @@ class Weights(WeightSource):
         return self._read(name, axes_of(shape)).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Read a tensor of one element of any shape. :raises ModelError: if it is missing, or has more elements."""
+        """Return the value of a one-element tensor of any shape. :raises ModelError: if it is missing or has more elements."""
         return self._files.read_number(name)
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """Check that every tensor was used: an unused tensor means that the model computes something else.
+        """Check that every tensor was used: an unused tensor means that the checkpoint belongs to a different model.
 
-        ignored: suffixes of tensors that may be unused; modules: prefixes of the names of such tensors.
+        ignored: suffixes of tensors that may be unused; modules: name prefixes of such tensors.
 
-        :raises ModelError: if a tensor was not used; it names the first few.
+        :raises ModelError: if tensors were not used; the error names the first few.
         """
         left = [name for name in self._files.left if not self._is_bias_of_none(name) and 0 not in self._files.shape(name)]
         self._files.close()
@@ -251,7 +251,7 @@ class Weights(WeightSource):
         return functools.partial(self._files.read, name, axes)
 
     def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[StoredFormat, QuantizedModule] | None:
-        """Return the format and tensors of a quantized weight; None if no such weight exists, or it is plain."""
+        """Return the format and tensors of a quantized weight; None if the weight does not exist or is plain."""
         if self.quantization is None:
             return None
         module = QuantizedModule(self._files, name.removesuffix(".weight"), axes, self.dtype)
@@ -261,7 +261,7 @@ class Weights(WeightSource):
     def _weight(self, form: StoredFormat, module: QuantizedModule) -> Tensor | QuantizedWeight:
         """Read this rank's shard of a quantized weight, which may be empty.
 
-        If it begins or ends within a group, the whole group is read, and the shard is sliced from the dequantized weight.
+        If the shard begins or ends within a group, the whole group is read, and the shard is sliced from the dequantized weight.
         """
         axes = module.axes
         module.use(form.suffixes)
@@ -281,7 +281,7 @@ class Weights(WeightSource):
         return whole
 
     def _is_bias_of_none(self, name: str) -> bool:
-        """Return whether an unread tensor is a bias of zeros, which some GPTQ tools add to every quantized module."""
+        """Return whether an unread tensor is an all-zero bias, which some GPTQ tools add to every quantized module."""
         module = name.removesuffix(".bias")
         return module != name and self._quantized(module, ()) is not None and self._files.is_zero(name)
 
@@ -291,7 +291,7 @@ class Weights(WeightSource):
         return whole
 
     def _dense(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...]) -> Tensor:
-        """Return the weight in the model's dtype. axes: three for a stack, which becomes [experts, in_features, out_features]."""
+        """Return the weight in the model's dtype. axes: 3 for experts, returned as [experts, in_features, out_features]."""
         if isinstance(weight, Tensor):
             return weight
         stacked = len(axes) == 3
@@ -299,21 +299,21 @@ class Weights(WeightSource):
 
 
 _PACKED = (".qweight", ".weight_packed", "_blocks")
-"""Suffixes of tensors with quantized values, other than `.weight`."""
+"""Name suffixes, other than `.weight`, of tensors with quantized values."""
 
 
 @dataclass
 class QuantizedBytes:
-    """Bytes of a checkpoint's quantized weights: stored, kept quantized, and dequantized."""
+    """Sizes of a checkpoint's quantized weights in bytes: as stored, loaded as quantized, and dequantized."""
 
     labels: dict[str, None] = field(default_factory=dict)
-    """Names of the formats that were read."""
+    """Names of the storage formats read so far, as the keys of an ordered set."""
     stored: int = 0
     quantized: int = 0
     dequantized: int = 0
 
     def report(self, dtype: torch.dtype) -> str:
-        """Return the log line."""
+        """Return the log line that summarizes the quantized weights."""
         parts = [f"kept quantized: {shown_size(self.quantized)}"] if self.quantized else []
         if self.dequantized:
             size, stored = shown_size(self.dequantized), shown_size(self.stored - self.quantized)
@@ -322,13 +322,13 @@ class QuantizedBytes:
 
 
 STD = 0.02
-"""Standard deviation of the weights, the usual `initializer_range`: logits stay finite in half precision."""
+"""Standard deviation of random weights, the usual `initializer_range`: logits remain finite in half precision."""
 
 
 class DummyWeights(WeightSource):
-    """Random weights: normal values from a fixed seed, and ones for norms; every name exists.
+    """Source of random weights: normal values from a fixed seed, and ones for norms. A tensor of any name exists.
 
-    Every start gives the same values on one kind of device, because tensors are drawn in the order in which they are taken.
+    On one kind of device, every start gives the same values, because the decoder takes its tensors in the same order.
     """
 
     def __init__(
@@ -339,10 +339,10 @@ class DummyWeights(WeightSource):
         unit: Container[str] = (),
         form: StoredFormat | None = None,
     ) -> None:
-        """unit: tensors drawn with deviation 1, such as the embedding of an MoE model, so that a random router separates tokens.
+        """unit: tensors with standard deviation 1, such as an MoE model's embedding: its random router then separates tokens.
 
-        form: quantization format of linear layers and experts; weights that it dequantizes are drawn plain. None means all are
-        plain.
+        form: quantization format of linear layers and experts; weights in formats that are dequantized are drawn plain. None
+        means that all are plain.
         """
         self._form = form
         self.dtype = dtype
@@ -362,11 +362,11 @@ class DummyWeights(WeightSource):
         return tensor.fill_(1) if is_norm else tensor.normal_(0, std, generator=self.generator)
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Draw one tensor whole, so that all ranks draw alike, and cut it."""
+        """Draw one unsharded tensor, the same on all ranks, and return this rank's shard."""
         return shard_of(self.draw(name, whole_sizes(shape)), shape)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """Draw all rows at once."""
+        """Draw the concatenated rows as one tensor."""
         rows = functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
         return self.take(next(iter(sizes)), (rows, *rest))
 
@@ -396,14 +396,14 @@ class DummyWeights(WeightSource):
         return stacked.mT if transposed else stacked
 
     def _octets(self, *shape: int) -> Tensor:
-        """Draw uniform uint8 values, eight from each 64-bit number of the generator."""
+        """Draw uniform uint8 values, eight from each 64-bit random number."""
         count = math.prod(shape)
         words = torch.empty(-(-count // 8), dtype=torch.int64, device=self.device)
         words.random_(-(2**63), None, generator=self.generator)
         return words.view(torch.uint8)[:count].view(shape)
 
     def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
-        """Draw an unsharded quantized weight, the same on all ranks, and return this rank's shard; None without a kernel."""
+        """Draw an unsharded quantized weight, the same on all ranks, and return this rank's shard; None without quantization."""
         form = self._form
         whole = None if form is None else form.drawn(self._octets, rows.whole, columns.whole, STD, self.dtype)
         if whole is None:
@@ -415,11 +415,11 @@ class DummyWeights(WeightSource):
         return shard_of(shard.dequantized(self.dtype), (shard.shape[0], columns)) if narrow is None else narrow
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """Draw one tensor."""
+        """Draw one tensor in the given dtype."""
         return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Return 1: scales are not drawn."""
+        """Return 1, since scales are not random."""
         return 1.0
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
@@ -427,7 +427,7 @@ class DummyWeights(WeightSource):
 
 
 class QuantizeOnLoading:
-    """Source that quantizes the weights of linear layers and experts; embeddings, the head and routers stay plain."""
+    """Weight source that quantizes linear layers and experts; embeddings, the head and routers stay plain."""
 
     def __init__(
         self,
@@ -437,7 +437,7 @@ class QuantizeOnLoading:
         supports_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
         experts_only: bool = False,
     ) -> None:
-        """supports, supports_experts: as for `Weights`; weights in formats that they reject are rounded, then dequantized.
+        """supports, supports_experts: as for `Weights`; weights whose format they reject are quantized, then dequantized.
 
         experts_only: True if only experts are quantized.
         """
@@ -454,23 +454,23 @@ class QuantizeOnLoading:
         self.take_number = inner.take_number
         self.take_head = inner.take_head
         self._plain = self._bytes = 0
-        """Bytes of the quantized weights, before and after quantization."""
+        """Sizes of the quantized weights in bytes, before and after quantization."""
         self._forms: dict[str, None] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._inner
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """Return the inner source's weight, quantized unless only experts are."""
+        """Return the inner source's weight, quantized unless `experts_only` is set."""
         plain = self._inner.take_product(sizes, in_features)
         return plain if self._experts_only else self._rounded(plain, self._supports)
 
     def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """Return the inner source's experts, quantized."""
+        """Return the inner source's expert weights, quantized."""
         return self._rounded(self._inner.take_experts(sizes, in_features), self._supports_experts)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
-        """Return the inner source's stack of experts, quantized."""
+        """Return the inner source's stacked experts, quantized."""
         plain = self._inner.take_stacked(name, shape, transposed)
         rows = (plain.mT if transposed else plain).flatten(0, 1) if isinstance(plain, Tensor) else plain
         weight = self._rounded(rows, self._supports_experts)

@@ -1,4 +1,4 @@
-"""Encoders with packed tokens, bidirectional attention and no KV cache: the layers of BERT and ModernBERT."""
+"""Encoders (BERT and ModernBERT layers) with packed tokens, bidirectional attention and no KV cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from headway.models.layers.decoder import operations_for
 
 @dataclass(frozen=True)
 class EncoderNames:
-    """Module names without `.weight` and `.bias`. None means that the model has no such part."""
+    """Module names without `.weight` and `.bias`. None means that the model has no such module."""
 
     embed: str
     embed_norm: str
     layer: str
-    """Prefix of the names below; `{}` is the layer's number."""
+    """Prefix of all names in a layer; `{}` is the layer's index."""
     qkv: tuple[str, ...]
-    """Query, key and value projections, or one name for all three in one tensor."""
+    """Query, key and value projections, or a single name if all three are in one tensor."""
     o: str
     attention_norm: str
     up: str
@@ -45,7 +45,7 @@ class EncoderNames:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Shapes and switches of an encoder."""
+    """Sizes and options of an encoder."""
 
     model_type: str
     vocab_size: int
@@ -61,20 +61,20 @@ class EncoderConfig:
     ropes: tuple[RopeConfig, ...] = ()
     """Rotary embeddings. Empty means learned positions."""
     norm_first: bool = False
-    """True for norms before each part (ModernBERT, whose first layer has none before attention), False for norms after (BERT)."""
+    """True if norms precede each part (ModernBERT; its first layer has no attention norm); False if norms follow it (BERT)."""
     gated: bool = False
     qkv_bias: bool = True
     o_bias: bool = True
     mlp_bias: bool = True
     norm_bias: bool = True
     type_vocab_size: int = 0
-    """Number of token types with embeddings. 0 or 1 means that types make no difference."""
+    """Number of token types with embeddings. 0 or 1 means that token types have no effect."""
     position_offset: int = 0
-    """Rows of the position table before position 0 (RoBERTa)."""
+    """Number of rows before position 0 in the position table (RoBERTa)."""
 
     @property
     def head_dim(self) -> int:
-        """Number of elements of one head."""
+        """Number of elements per attention head."""
         return self.hidden_size // self.num_heads
 
 
@@ -84,21 +84,21 @@ class EncoderTensors:
     def __init__(
         self, config: EncoderConfig, weights: WeightSource, prefix: str = "", kernels: LinearKernels | None = None
     ) -> None:
-        """prefix: prefix of every name below. kernels: for linear layers; None means Headway's own."""
+        """prefix: prefix of every module name. kernels: kernels for linear layers; None means Headway's own."""
         self.weights = weights
         self.kernels = kernels
         self._config = config
         self._prefix = prefix
 
     def norm(self, module: str) -> Norm:
-        """Return a LayerNorm over the residual stream; a missing bias becomes zeros, as a `Norm` without one is an RMSNorm."""
+        """Return a LayerNorm over the residual stream; a missing bias becomes zeros: without a bias, `Norm` is an RMSNorm."""
         size = (self._config.hidden_size,)
         weight = self.weights.take(f"{self._prefix}{module}.weight", size)
         bias = self.weights.take(f"{self._prefix}{module}.bias", size) if self._config.norm_bias else torch.zeros_like(weight)
         return Norm(weight, self._config.norm_eps, bias)
 
     def linear(self, sizes: Mapping[str, int], in_features: int, bias: bool) -> Linear:
-        """Return linear layers with the same input, merged into one. sizes: module -> out_features."""
+        """Return linear layers with the same input, merged into one. sizes: module name -> out_features."""
         names = {f"{self._prefix}{module}": size for module, size in sizes.items()}
         weight = self.weights.take_product({f"{name}.weight": size for name, size in names.items()}, in_features)
         biases = self.weights.take_merged({f"{name}.bias": size for name, size in names.items()}) if bias else None
@@ -132,7 +132,7 @@ class Encoder:
 
     @property
     def products(self) -> list[tuple[Linear, bool]]:
-        """Linear layers of the encoder, and whether each is gated."""
+        """Linear layers of the encoder, each with True if it is gated."""
         return [product for layer in self.layers for product in layer.products]
 
     expert_kinds: Sequence[ExpertsKind] = ()
@@ -151,7 +151,7 @@ class Encoder:
 
 
 class EncoderLayer:
-    """Tensors of a layer, and its attention and MLP without the norms around them."""
+    """Base of encoder layers: tensors, attention and MLP; subclasses place the norms."""
 
     def __init__(self, config: EncoderConfig, index: int, weights: WeightSource, kernels: LinearKernels | None = None) -> None:
         names, hidden, inner = config.names, config.hidden_size, config.intermediate_size

@@ -1,4 +1,4 @@
-"""Encoder families: the conversion from transformers' configurations, and the modules of their classifiers."""
+"""Encoder families: conversion of transformers' configurations, and module names of classifier heads."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from headway.models.families.rope import read_rope
 
 @dataclass(frozen=True)
 class ClassifierNames:
-    """Modules of a classifier's head: an optional linear layer with an activation, an optional norm, and the output layer."""
+    """Module names of a classifier's head: optional linear layer with activation, optional norm, and output layer."""
 
     out: str
-    """Module of the output layer, which gives the logits; always with a bias."""
+    """Name of the output layer, which computes the logits and always has a bias."""
     dense: str | None = None
-    """Module of the linear layer before the output layer, if any."""
+    """Name of the linear layer before the output layer. None means no such layer."""
     norm: str | None = None
-    """Module of the norm between the two."""
+    """Name of the norm between `dense` and `out`. None means no norm."""
 
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """One family of encoders."""
+    """Family of encoders: transformers class, configuration reader and tensor names."""
 
     base: str
-    """transformers' class without a head, such as `BertModel`."""
+    """Name of the transformers class without a head, such as `BertModel`."""
     classifier: str
     read: Callable[[Any], EncoderConfig]
     head: ClassifierNames
@@ -40,16 +40,16 @@ class EncoderFamily:
     head_bias: Callable[[Any], bool] = lambda config: True
     head_pooling: Callable[[Any], Literal["cls", "mean"]] = lambda config: "cls"
     ignored: tuple[str, ...] = ()
-    """Suffixes of tensors in some of the family's checkpoints that pooling does not need."""
+    """Name suffixes of tensors that some of the family's checkpoints have and pooling does not need."""
 
     def architecture(self, task: PoolingTask) -> str:
-        """Return the name of transformers' class for a task."""
+        """Return the name of the transformers class for a task."""
         of_tokens = self.classifier.replace("ForSequence", "ForToken")
         return {"embed": self.base, "score": self.classifier, "reward": of_tokens}[task]
 
 
 def read_encoder_config(config: Any) -> EncoderConfig:
-    """Read the configuration of one of ENCODERS. :raises BeyondDecoderError: unsupported. :raises ModelError: a bad number."""
+    """Convert a configuration of a family in ENCODERS. :raises BeyondDecoderError, ModelError: if unsupported or invalid."""
     if config.hidden_size % config.num_attention_heads:
         need = f"a divisor of hidden_size={config.hidden_size}"
         raise ModelError(f"num_attention_heads: needs {need}, got {config.num_attention_heads}")
@@ -69,7 +69,7 @@ def _config_of(config: Any, **options: Any) -> EncoderConfig:
 
 
 def _bert(prefix: str, offset: Callable[[Any], int]) -> Callable[[Any], EncoderConfig]:
-    """Return a reader for configurations of BERT-like models, whose checkpoints differ in a prefix and in the first position."""
+    """Return a configuration reader for BERT-like models, which differ in tensor prefix and position offset."""
 
     def read(config: Any) -> EncoderConfig:
         if config.is_decoder or config.add_cross_attention:
@@ -111,7 +111,7 @@ def _bert_names(prefix: str) -> EncoderNames:
 
 
 def _modernbert(config: Any) -> EncoderConfig:
-    """Read ModernBERT's configuration; a window has `local_attention` keys around the query, half of them on each side."""
+    """Convert ModernBERT's configuration; a window has `local_attention` keys, half of them on each side of the query."""
     head_dim = config.hidden_size // config.num_attention_heads
     found = {kind: read_rope(config, head_dim, kind) for kind in dict.fromkeys(config.layer_types)}
     partial = next((rope.rotary_dim for rope in found.values() if rope.rotary_dim != head_dim), None)
@@ -176,4 +176,4 @@ ENCODERS: dict[str, EncoderFamily] = {
         "XLMRobertaModel", "XLMRobertaForSequenceClassification", _roberta, _ROBERTA_HEAD, ignored=_POOLER
     ),
 }
-"""Encoder families by model_type, for the tasks `embed`, `score` and `reward`; none generates text."""
+"""Encoder families keyed by model_type, for the tasks `embed`, `score` and `reward`; encoders do not generate text."""

@@ -1,4 +1,4 @@
-"""Dense model families: differences from Llama's configuration, and tensor names of their checkpoints."""
+"""Dense model families: differences from Llama's configuration, and checkpoint tensor names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.models.config import BeyondDecoderError, TensorNames
 
 
 def size_of(config: Any, key: str, least: int = 1) -> int:
-    """Return an integer size. :raises ModelError: if it is not an integer of at least `least`."""
+    """Return the size under `key`. :raises ModelError: if it is not an integer of at least `least`."""
     value = getattr(config, key, None)
     if type(value) is not int or value < least:
         raise ModelError(f"{key}: needs a whole number of at least {least}, got {value!r}")
@@ -17,13 +17,13 @@ def size_of(config: Any, key: str, least: int = 1) -> int:
 
 
 def biases(config: Any) -> dict[str, Any]:
-    """Return the biases of all projections, as the configuration states."""
+    """Return the bias options of the projections, as stated by `attention_bias` and `mlp_bias`."""
     bias = bool(getattr(config, "attention_bias", False))
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(getattr(config, "mlp_bias", False))}
 
 
 def gemma(config: Any) -> dict[str, Any]:
-    """Return Gemma's options, which later Gemmas share."""
+    """Return Gemma's options, which later Gemma versions share."""
     return {"norm": "rms_plus_one", "embedding_scale": config.hidden_size**0.5, **biases(config)}
 
 
@@ -49,7 +49,7 @@ def olmo2(config: Any) -> dict[str, Any]:
 
 
 def granite(config: Any) -> dict[str, Any]:
-    """Return Granite's options: Llama's, with factors for scores, embedding, residual and logits."""
+    """Return Granite's options: Llama's, plus factors for scores, embeddings, residuals and logits."""
     return {
         **biases(config),
         "scale": float(config.attention_multiplier),
@@ -82,7 +82,7 @@ def gpt2(config: Any) -> dict[str, Any]:
 
 
 def opt(config: Any) -> dict[str, Any]:
-    """Return OPT's options; OPT-350M, whose norms come after each part, is unsupported."""
+    """Return OPT's options; OPT-350M, which has norms after each part, is unsupported."""
     _refuse(config, do_layer_norm_before=False, _remove_final_layer_norm=True, layer_norm_elementwise_affine=False)
     if config.word_embed_proj_dim != config.hidden_size:
         raise BeyondDecoderError(f"word_embed_proj_dim: needs hidden_size={config.hidden_size}, got {config.word_embed_proj_dim}")
@@ -97,7 +97,7 @@ def opt(config: Any) -> dict[str, Any]:
 
 
 def _refuse(config: Any, **values: object) -> None:
-    """Check that none of these switches has the unsupported value given here. :raises BeyondDecoderError: if one has."""
+    """Check that no option has its unsupported value. values: unsupported values. :raises BeyondDecoderError: if it has."""
     for key, value in values.items():
         if getattr(config, key) == value:
             raise BeyondDecoderError(f"{key}: needs {str(not value).lower()}, got {str(value).lower()}")

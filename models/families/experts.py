@@ -1,4 +1,4 @@
-"""Configurations of mixture-of-experts layers and latent attention, by family."""
+"""Configurations of mixture-of-experts layers and latent attention, for each model family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXTRAL_NAMES = TensorNames(
     )
 )
 QWEN2_MOE_NAMES = TensorNames(experts=ExpertNames(shared="mlp.shared_expert"), ignored=(".mlp.shared_expert_gate.weight",))
-"""The gate is ignored if the shared expert has size 0."""
+"""Tensor names of Qwen2-MoE. The shared expert's gate is ignored if the shared expert has size 0."""
 GPT_OSS_NAMES = TensorNames(experts=ExpertNames(router="mlp.router", interleaved=True))
 
 
@@ -99,7 +99,7 @@ def deepseek_experts(config: Any) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: Any, third: bool = True, grouped: bool = True) -> ExpertsConfig:
-    """Return DeepSeek-V3's experts, which other families use too (Kimi-Linear). third: False for V2's experts."""
+    """Return the configuration of DeepSeek's experts, also used by Kimi Linear. third: True for V3, False for V2."""
     return ExpertsConfig(
         num_experts=_count(config),
         top_k=config.num_experts_per_tok,
@@ -116,7 +116,7 @@ def sigmoid_experts(config: Any, third: bool = True, grouped: bool = True) -> Ex
 
 
 def _count(config: Any) -> Any:
-    """Return the number of routed experts, whose key depends on the release and the family."""
+    """Return the number of routed experts; its key depends on the transformers release and the family."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     field = next((name for name in reversed(names) if getattr(config, name, None) is not None), names[1])
     found = getattr(config, field, None)
@@ -131,7 +131,7 @@ def deepseek(config: Any) -> dict[str, Any]:
 
 
 def latent_attention(config: Any) -> dict[str, Any]:
-    """Return sizes, scale and biases of latent attention."""
+    """Return the options of latent attention: sizes, scale and biases."""
     rank = getattr(config, "q_lora_rank", None)
     if rank is not None and (type(rank) is not int or rank < 1):
         raise ModelError(f"q_lora_rank: needs null or a whole number of at least 1, got {rank!r}")
@@ -150,7 +150,7 @@ def latent_attention(config: Any) -> dict[str, Any]:
 
 
 def _sharpening(rope: dict[str, Any]) -> float:
-    """Return YaRN's factor of the scores (Peng et al. 2023), which DeepSeek applies to the scores instead of cos and sin."""
+    """Return YaRN's attention factor (Peng et al. 2023), which DeepSeek applies to the scores instead of to cos and sin."""
     whole, factor = rope.get("mscale_all_dim") or 0, rope.get("factor") or 1
     if rope.get("rope_type", "default") == "default" or not whole or factor <= 1:
         return 1.0

@@ -27,12 +27,12 @@ class Family:
     """A model family: tensor names of its checkpoints, and differences from Llama's configuration."""
 
     architecture: str
-    """Name of transformers' class."""
+    """Name of the transformers class."""
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Function that returns the DecoderConfig fields which the common conversion would set wrongly."""
+    """Function that returns the DecoderConfig fields that the common conversion would set wrongly."""
     names: TensorNames = LLAMA_NAMES
     windowed: bool = True
-    """True if the family uses sliding_window; if there are layer_types, in the layers of that type."""
+    """True if the family uses sliding_window, in all layers or, with layer_types, only in sliding-window layers."""
     partial_rotary: bool = False
 
 
@@ -73,10 +73,10 @@ FAMILIES: dict[str, Family] = {
         "Starcoder2ForCausalLM", lambda config: dense.layer_norm(config.use_bias, config.norm_epsilon), dense.STARCODER2_NAMES
     ),
 }
-"""Families by model_type. SmolLM and SmolLM2 are Llama."""
+"""Model families keyed by model_type. SmolLM and SmolLM2 have Llama's model_type."""
 
 TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
-"""Multimodal model types whose text_config belongs to a family above; the decoder runs only that text model."""
+"""Multimodal model types whose text_config belongs to a family in FAMILIES; the decoder runs only that text model."""
 
 ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",
@@ -87,7 +87,7 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Names of activations in transformers."""
+"""Headway's activations, keyed by transformers' names."""
 
 
 def known_architectures() -> str:
@@ -96,7 +96,7 @@ def known_architectures() -> str:
 
 
 def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfig:
-    """Convert a PretrainedConfig or a `plain_config`. longest: see `read_rope`.
+    """Convert a PretrainedConfig or a result of `plain_config`. longest: see `read_rope`.
 
     :raises ModelError: if a number is impossible.
     :raises BeyondDecoderError: if the decoder does not support the architecture, activation or RoPE type.
@@ -148,7 +148,7 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
 
 
 def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> Activation:
-    """Return the MLPs' activation. routed: a layer has experts. :raises BeyondDecoderError, ModelError: unsupported."""
+    """Return the MLPs' activation. routed: True if there are experts. :raises BeyondDecoderError, ModelError: if unsupported."""
     named, eps = read["activation"], read["norm_eps"]
     field = _field_of(config, _ACTIVATION_FIELDS, named)
     if named not in ACTIVATION_NAMES:
@@ -163,7 +163,7 @@ def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> A
 
 
 def _field_of(config: Any, names: Sequence[str], value: object) -> str:
-    """Return the first of these fields that has the value, else the last, which most families have."""
+    """Return the name of the first field with this value; else the last name, which most families use."""
     return next((name for name in names if getattr(config, name, None) == value), names[-1])
 
 
@@ -172,7 +172,7 @@ _EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_e
 
 
 def _check_convolution(config: Any, state: StateConfig | None) -> None:
-    """Check that the convolution's activation, which transformers takes from the MLPs, is silu."""
+    """Check that the activation of the convolution is silu; transformers uses the MLPs' activation there."""
     if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
         return
     field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
@@ -189,7 +189,7 @@ def _layers(
     parts: Sequence[LayerConfig] | None,
     longest: int | None,
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
-    """Return layers with windows and RoPE indices, and the rotary embeddings.
+    """Return the layers, with sliding windows and RoPE indices, and the rotary embeddings.
 
     rotated: whether each layer has RoPE; None means all. parts: the parts of each layer, if layers differ.
     """

@@ -30,7 +30,7 @@ Known = TypeVar("Known")
 STATE = LayerConfig(attention=False, state=True)
 """Layer with a recurrent part instead of attention."""
 LINEAR_OR_FULL = {"linear_attention": STATE, "full_attention": LayerConfig()}
-"""Kinds of layers in most families."""
+"""Layer parts for each value of layer_types, as most families define them."""
 
 _DELTA = StateNames(
     conv=("linear_attn.conv1d",),
@@ -129,7 +129,7 @@ def qwen3_5(config: Any) -> dict[str, Any]:
 
 
 def qwen3_next(config: Any) -> dict[str, Any]:
-    """Return Qwen3-Next's options: Qwen3.5's, with experts and a gated shared expert."""
+    """Return Qwen3-Next's options: Qwen3.5's, plus experts and a gated shared expert."""
     return {**qwen3_5(config), **qwen_experts(config)}
 
 
@@ -139,7 +139,7 @@ def qwen3_5_moe(config: Any) -> dict[str, Any]:
 
 
 def olmo_hybrid(config: Any) -> dict[str, Any]:
-    """Return OLMo Hybrid's options: gated delta layers with norms before, and OLMo 2's attention with norms after each part."""
+    """Return OLMo Hybrid's options: gated delta layers with norms before each part, and OLMo 2's attention with norms after."""
     rotated = (config.rope_parameters or {}).get("rope_theta") is not None
     state = gated_delta(config, beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0)
     normed_before = replace(OLMO_HYBRID_NAMES, mlp_norm="feedforward_layer_norm", mlp_post_norm=None)
@@ -234,7 +234,7 @@ def gated_delta(config: Any, beta_scale: float = 1.0) -> StateConfig:
 
 
 def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: str = "layer_types") -> list[Known]:
-    """Return each layer's parts by kind. :raises BeyondDecoderError: if there is no list or a kind is unsupported."""
+    """Return the parts of each layer. known: parts of each kind. :raises BeyondDecoderError: if kinds are missing or unknown."""
     if kinds is None:
         raise BeyondDecoderError(f"{key}: needs {' or '.join(known)} for each layer, got none")
     for index, kind in enumerate(kinds):
@@ -244,7 +244,7 @@ def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: st
 
 
 def state_dtype(config: Any) -> torch.dtype:
-    """Return the dtype of recurrent states: float32, unless the configuration names another; `auto` is float32 too."""
+    """Return the dtype of recurrent states: float32, unless the configuration names a different one; `auto` means float32."""
     for key in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
         named = getattr(config, key, None)
         if named in (None, "auto"):
@@ -271,7 +271,7 @@ MINIMAX_NAMES = replace(
 
 
 def minimax(config: Any) -> dict[str, Any]:
-    """Return MiniMax-01's options: decays that weaken from layer to layer, and factors folded into output projections."""
+    """Return MiniMax-01's options: decays that become weaker in later layers, and factors folded into output projections."""
     heads, count = config.num_attention_heads, config.num_hidden_layers
     dim = config.head_dim or config.hidden_size // heads
     spec = StateSpec(LIGHTNING, heads, heads, dim, dim, state_dtype=state_dtype(config))

@@ -1,4 +1,4 @@
-"""Families with Mamba layers: conversion of their configurations, and tensor names of their checkpoints."""
+"""Families with Mamba layers: conversion of their configurations, and checkpoint tensor names."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def bamba(config: Any) -> dict[str, Any]:
 
 
 def granite_hybrid(config: Any) -> dict[str, Any]:
-    """Return Granite 4's options: Mamba-2 and attention with Granite's factors, and a shared MLP with or without experts."""
+    """Return Granite 4's options: Mamba-2, attention with Granite's factors, and a shared MLP with optional experts."""
     options = {
         **granite_factors(config),
         "mlp_bias": False,
@@ -123,7 +123,7 @@ def granite_hybrid(config: Any) -> dict[str, Any]:
 
 
 def falcon_h1(config: Any) -> dict[str, Any]:
-    """Return Falcon-H1's options: attention and Mamba-2 side by side in every layer, with factors of many parts."""
+    """Return Falcon-H1's options: attention and Mamba-2 in parallel in every layer, with factors for many parts."""
     before = float(config.attention_in_multiplier)
     if config.attention_bias and before != 1.0:
         raise BeyondDecoderError(f"attention_in_multiplier: needs 1 with attention_bias, got {before:g}")
@@ -156,7 +156,7 @@ def falcon_h1(config: Any) -> dict[str, Any]:
 
 
 def nemotron_h(config: Any) -> dict[str, Any]:
-    """Return Nemotron-H's options: each layer is only Mamba-2, only attention, only an MLP or only experts."""
+    """Return Nemotron-H's options: each layer has a single part: Mamba-2, attention, an MLP or experts."""
     known = {
         "linear_attention": replace(STATE, mlp=None),
         "full_attention": LayerConfig(mlp=None),
@@ -182,7 +182,7 @@ def nemotron_h(config: Any) -> dict[str, Any]:
 
 
 def _nemotron_experts(config: Any) -> ExpertsConfig:
-    """Return ungated experts with DeepSeek-V3's routing. :raises BeyondDecoderError: for latent experts or biases."""
+    """Return the configuration of ungated experts with V3 routing. :raises BeyondDecoderError: if latent or biased."""
     if config.moe_latent_size is not None:
         layer = config.layer_types.index("moe")
         raise BeyondDecoderError(
@@ -195,7 +195,7 @@ def _nemotron_experts(config: Any) -> ExpertsConfig:
 
 
 def jamba(config: Any) -> dict[str, Any]:
-    """Return Jamba's options: Mamba 1, attention without positions, and experts in every few layers."""
+    """Return Jamba's options: Mamba 1, attention without positions, and experts at a regular layer interval."""
     channels = size_of(config, "mamba_expand") * config.hidden_size
     spec = StateSpec(
         kind=MAMBA1,
@@ -228,13 +228,13 @@ def jamba(config: Any) -> dict[str, Any]:
 
 
 def mamba2(config: Any) -> StateConfig:
-    """Return the configuration of Mamba-2 with the keys of Bamba, Granite 4 and Falcon-H1."""
+    """Return the configuration of Mamba-2, read from the keys of Bamba, Granite 4 and Falcon-H1."""
     names = ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias", "proj_bias")
     return _normed(config, [f"mamba_{name}" for name in names], config.time_step_limit or (0.0, math.inf))
 
 
 def _normed(config: Any, names: Sequence[str], limits: Sequence[float]) -> StateConfig:
-    """Return Mamba-2 whose output is gated and then normalized by group. names: keys of five sizes and of two biases.
+    """Return the configuration of Mamba-2 with gated, then group-normalized output. names: keys of five sizes and two biases.
 
     :raises ModelError: if the groups do not divide the heads.
     """

@@ -1,4 +1,4 @@
-"""Reader for common config.json files without transformers, whose import is the slowest step of a start."""
+"""Reader of common config.json files that avoids importing transformers, the slowest step of a start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPERTS: dict[str, type] = {
     "norm_topk_prob": bool,
     "mlp_only_layers": list,
 }
-"""Additional keys of a mixture of experts, with their types."""
+"""Type of each additional key of a mixture of experts."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Additional RoPE keys of Llama 3.1."""
 _SWITCHES = {"attention_bias": False, "mlp_bias": False}  # With the default, which is the same in all architectures
@@ -38,7 +38,7 @@ _KNOWN = {
 
 
 def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
-    """Return a complete, common config.json as transformers would read it; None for others, which transformers must read."""
+    """Return a complete, common config.json as transformers would read it; None if transformers must read it."""
     read, kind = dict(config), config.get("model_type")
     if kind not in _KINDS or not set(read) <= _KNOWN or "eos_token_id" not in read:
         return None
@@ -72,7 +72,7 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
 
 
 def _rope_parameters(read: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return RoPE parameters, unscaled or Llama 3.1's, from the keys of transformers 4 or 5; None for others."""
+    """Return unscaled or Llama 3.1 RoPE parameters from the keys of transformers 4 or 5; None for other RoPE types."""
     scaling = read.get("rope_scaling")
     if "rope_parameters" in read:
         parameters = read["rope_parameters"]
@@ -89,7 +89,7 @@ def _rope_parameters(read: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _attends_to_all(kind: str, read: Mapping[str, Any]) -> bool:
-    """Return whether the file states that every layer attends to the whole context."""
+    """Return whether config.json states that every layer attends to the whole context."""
     windows = {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"} & set(read)
     if kind == "llama":
         return not windows

@@ -17,13 +17,13 @@ log = logging.getLogger("headway")
 
 
 def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest: int | None = None) -> RopeConfig:
-    """Return the rotary embedding of a transformers configuration; transformers computes the rare scaled types.
+    """Return the rotary embedding of a transformers configuration; transformers computes rare scaling types.
 
-    layer_type: type of layers to read, if `rope_parameters` has an entry per type. longest: maximum sequence length, which
+    layer_type: layer type to read, if `rope_parameters` has an entry per type. longest: maximum sequence length, which
     selects `longrope`'s short or long factors for all positions; None means max_position_embeddings.
 
     :raises ModelError: if a parameter is impossible.
-    :raises BeyondDecoderError: if the type depends on the length of the sequence.
+    :raises BeyondDecoderError: if the RoPE type depends on the length of each sequence.
     """
     parameters = config.rope_parameters or {}
     parameters = parameters if layer_type is None else parameters[layer_type]
@@ -56,12 +56,12 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
 
 
 def original_length(config: Any) -> int | None:
-    """Return the maximum sequence length for the short factors of `longrope` (Phi-3, Phi-4); None if no layer has that type.
+    """Return the maximum sequence length for `longrope`'s short factors (Phi-3, Phi-4); None if no layer uses `longrope`.
 
-    A cache holds keys rotated by one set of factors, so one set serves all sequences: the short factors if no sequence may be
-    longer than this, else the long ones (as in vLLM).
+    Cached keys must be rotated by one set of factors, so all sequences use the same set: the short factors if no sequence may
+    be longer than this, else the long factors (as in vLLM).
 
-    :raises ModelError: if the configuration does not state it.
+    :raises ModelError: if the configuration does not state the length.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     listed = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
@@ -70,7 +70,7 @@ def original_length(config: Any) -> int | None:
 
 
 def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
-    """Return whether RoPE of type `longrope` uses its long factors; the log says which are used and how to select the others."""
+    """Return whether RoPE of type `longrope` uses its long factors; the choice is logged, with the way to change it."""
     original = original_length(config)
     if original is None:
         return False
@@ -84,7 +84,7 @@ def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
 
 
 def _above_zero(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a parameter as a float. :raises ModelError: if it is missing, or outside of a usable range."""
+    """Return a parameter as a float. :raises ModelError: if it is missing, not above 0, or above 2**64."""
     value = parameters.get(name, default)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-64 <= value <= 2.0**64:
         return float(value)
@@ -106,7 +106,7 @@ def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tens
 
 
 def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return frequencies and factors of all rotary embeddings, each float32 [ropes, head_dim / 2]."""
+    """Return the frequencies and the factors of all rotary embeddings, both float32 [ropes, head_dim / 2]."""
     rows = [[rope.inv_freq for rope in ropes], [rope.factors for rope in ropes]]
     inv_freq, factors = torch.tensor(rows, dtype=torch.float32, device=device).reshape(2, len(ropes), -1 if ropes else 0)
     return inv_freq, factors
@@ -115,8 +115,8 @@ def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[to
 def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
     """Return an order of a head's elements with which half-split RoPE over the head rotates its first `rotary_dim` elements.
 
-    Reordering both q and k does not change their dot products, so partially rotated heads run on the kernels for whole heads:
-    unrotated elements follow each half, where the frequency is 0.
+    Reordering both q and k does not change their dot products, so kernels for fully rotated heads also run partly rotated ones:
+    unrotated elements, with frequency 0, follow each half.
     """
     half, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
     first, second = range(half), range(half, rotary_dim)

@@ -1,1 +1,1 @@
-"""Parts of decoder layers. Each takes the residual stream and returns the new one."""
+"""Parts of decoder layers. Each part takes the residual stream and returns the updated residual stream."""

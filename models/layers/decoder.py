@@ -40,7 +40,7 @@ log = logging.getLogger("headway")
 
 
 class MLP:
-    """MLP: up projection, activation and down projection; gated (SwiGLU and similar, Shazeer 2020) or plain."""
+    """MLP: up projection, activation and down projection; gated (SwiGLU and similar, Shazeer 2020) or ungated."""
 
     def __init__(self, config: DecoderConfig, tensors: LayerTensors) -> None:
         names, hidden, inner = config.names, config.hidden_size, tensors.shard.inner
@@ -57,23 +57,23 @@ class MLP:
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of the part."""
+        """Linear layers of this part, in the order of computation."""
         return [self.up_proj, self.down_proj]
 
     @property
     def gated_product(self) -> Linear | None:
-        """Merged gate and up projection: its first half is activated and multiplies the second. None if the MLP is not gated."""
+        """Merged gate and up projection; the activated first half multiplies the second half. None if the MLP is not gated."""
         return self.up_proj if self._gated else None
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let the operations prepare the norm and the linear layer after it."""
+        """Let the operations merge the norm into the linear layer after it, if they support that."""
         if self.norm is not None and self._gated:
             norm, up_proj = ops.absorb(self.norm, self.up_proj)
             self.norm = norm
             self.up_proj = up_proj
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
+        """Return the updated residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
         compute = ops.norm_gated_product if self._gated else ops.norm_product
         inner = compute(x, self.norm, self.up_proj, self._activation)
         if self.post_norm is None:
@@ -85,7 +85,7 @@ class ExpertsMLP:
     """Mixture of experts: routing, the experts' grouped GEMMs, and the weighted sum."""
 
     def __init__(self, config: DecoderConfig, tensors: LayerTensors, normed_scale: float | None = None) -> None:
-        """normed_scale: factor of the normed stream that the output is added to; see LayerConfig."""
+        """normed_scale: factor of the normed stream to which the output is added; see `LayerConfig.normed_scales`."""
         assert config.experts is not None
         assert config.activation == config.experts.activation
         names = config.names
@@ -104,13 +104,13 @@ class ExpertsMLP:
         self.num_elements = sum(math.prod(each.shape) for each in routed)
         """Number of elements of the routed experts' weights."""
         self.held_bytes = sum(each.nbytes for each in routed)
-        """Bytes of these weights, including scales."""
+        """Size of the routed experts' weights in bytes, including scales."""
         self.compute: Experts | None = None
-        """Implementation of the layer; None until `absorb_norms` has run."""
+        """Implementation of the MoE layer; None until `absorb_norms` has run."""
 
     @property
     def linears(self) -> list[Linear]:
-        """One linear layer of each kind, available until `absorb_norms` has run."""
+        """One linear layer of each kind; available only until `absorb_norms` runs."""
         weights, config = self._weights, self._config
         if weights is None:
             return []
@@ -125,13 +125,13 @@ class ExpertsMLP:
         return kind if kind is not None and (kind.chooses or kind.device.type == "cuda") else None
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Give the weights to the implementation of the layer, which may repack them."""
+        """Pass the weights to the implementation of the MoE layer, which may repack them."""
         if self._weights is not None:
             self.compute = ops.experts(self._config, self._weights, self.norm)
             self._weights = None
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
+        """Return the updated residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
         assert self.compute is not None
         return self.compute(x, None if self._normed_scaled is None else ops.norm(x, self._normed_scaled))
 
@@ -142,7 +142,7 @@ class SelfAttention:
     def __init__(
         self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """place: index among the model's attention layers; batch_invariant: True if the backend must be batch-invariant."""
+        """place: index among the model's attention layers; batch_invariant: True if its backend must be batch-invariant."""
         self._place = place
         names = config.names
         hidden, dim = config.hidden_size, config.head_dim
@@ -167,18 +167,18 @@ class SelfAttention:
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of the part."""
+        """Linear layers of this part, in the order of computation."""
         return [self.qkv_proj, self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let the operations prepare the norm and the linear layer after it."""
+        """Let the operations merge the norm into the linear layer after it, if they support that."""
         if self.norm is not None and self._can_absorb:
             norm, qkv_proj = ops.absorb(self.norm, self.qkv_proj)
             self.norm = norm
             self.qkv_proj = qkv_proj
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
+        """Return the updated residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
@@ -190,19 +190,19 @@ class SelfAttention:
         return ops.gate(attention(self._place, q, k, v).flatten(1), by.flatten(1), self.gate)
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream, as `StatePart.add` does."""
+        """Return the updated residual stream, as `StatePart.add` does."""
         if self.post_norm is None:
             return ops.add_product(x, mixed, self.out_proj)
         return ops.add_norm(x, ops.product(mixed, self.out_proj), self.post_norm)
 
 
 def _order(config: DecoderConfig, rotary_dim: int) -> list[int] | None:
-    """Return the order of a head's elements for RoPE; None means the checkpoint's order."""
+    """Return the order of a head's elements for half-split RoPE; None means the checkpoint's order."""
     return None if rotary_dim == config.head_dim else rotary_order(config.head_dim, rotary_dim)
 
 
 def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
-    """Return the rows of the merged projection: heads of q and k in `order`, then v, then the heads' gates."""
+    """Return the row order of the merged projection: q and k with heads in `order`, then v, then the gates of the heads."""
     if order is None and not config.output_gate:
         return None
     dim, order = config.head_dim, order or [*range(config.head_dim)]
@@ -216,7 +216,7 @@ def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
 
 
 def _scales(config: DecoderConfig) -> float | list[float]:
-    """Return the factors of the merged projection's rows."""
+    """Return the factor of all rows of the merged projection, or one factor per row."""
     q, k, v = config.multipliers.qkv
     if q == k == v == 1.0:
         return 1.0
@@ -225,7 +225,7 @@ def _scales(config: DecoderConfig) -> float | list[float]:
 
 
 def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] | None) -> tuple[Norm | None, Norm | None]:
-    """Return the norms of q and of k, whose heads' elements are in `order`."""
+    """Return the norms of q and k, with weights in `order` within each head; None without QK-norm."""
     if config.qk_norm is None:
         return None, None
     of_all = config.qk_norm == "whole"
@@ -246,22 +246,22 @@ def _ordered(weight: Tensor, count: int, order: list[int] | None) -> Tensor:
 
 
 AttentionPart = SelfAttention | LatentAttention
-"""Attention of a layer."""
+"""Attention part of a layer."""
 MixerPart = AttentionPart | StatePart
-"""Part that mixes tokens; attention has the methods of `StatePart` too."""
+"""Part that mixes tokens: attention, which also has the methods of `StatePart`, or a recurrent part."""
 
 
 class OntoNormed:
     """Attention or a recurrent part that adds to its normed input instead of to the residual stream (MiniMax-01)."""
 
     def __init__(self, norm: Norm, normed_scale: float, part: MixerPart) -> None:
-        """normed_scale: factor of the normed input in the sum; part: has no norm itself."""
+        """normed_scale: factor of the normed input in the sum. part: attention or recurrent part without a norm."""
         self.norm = norm
         self._normed_scale = normed_scale
         self._part = part
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream, as `StatePart` does."""
+        """Return the updated residual stream, as `StatePart` does."""
         normed = ops.norm(x, self.norm)
         mixed = self._part.mix(normed, rope, ops, attention)
         return self._part.add(normed if self._normed_scale == 1.0 else normed * self._normed_scale, mixed, ops)
@@ -277,7 +277,7 @@ class SideBySide:
         self._state = state
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream, as `StatePart` does."""
+        """Return the updated residual stream, as `StatePart` does."""
         normed = ops.norm(x, self.norm)
         attended = self._attention.mix(normed, rope, ops, attention)
         moved = self._state.mix(normed, rope, ops, attention)
@@ -287,11 +287,10 @@ class SideBySide:
 def operations_for(
     inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
 ) -> Operations:
-    """Return the operations of the device: fused kernels on a GPU with Triton, C on a CPU with a compiler, else torch's.
+    """Return the operations of the device: fused kernels on a GPU with Triton, C code on a CPU with a compiler, else torch.
 
-    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, from `rope_tables`. kernels: for linear layers;
-    experts:
-    for MoE layers; None means Headway's own.
+    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, from `rope_tables`. kernels: kernels for
+    linear layers. experts: kernels for MoE layers. None means Headway's own kernels.
     """
     if inv_freq.device.type == "cpu":
         return _on_cpu(inv_freq, factors, experts)
@@ -327,11 +326,11 @@ class Decoder:
     ) -> None:
         """Read the layers' tensors from `weights`; with several ranks, this rank's shard (`ModelShard`).
 
-        batch_invariant: True if a row's bits must not depend on the other rows; slower. ranks: all of them make the same calls;
-        the layers' specs have this rank's heads, and the logits are of its tokens. slots: for adapters; None means no adapters.
-        kernels: for linear layers; experts: for MoE layers; None means Headway's own.
+        batch_invariant: True if a row's bits must not depend on the other rows; slower. ranks: all ranks make the same calls;
+        the layers' specs have this rank's heads, and the logits cover this rank's part of the vocabulary. slots: adapter slots;
+        None means no adapters. kernels, experts: kernels for linear and MoE layers; None means Headway's own.
 
-        :raises ModelError: if batch_invariant is requested, and GEMMs on this machine depend on the batch.
+        :raises ModelError: if batch_invariant is requested, but GEMM results on this machine depend on the batch.
         :raises ConfigError: if the model does not divide among the ranks.
         """
         self.config = config
@@ -362,7 +361,7 @@ class Decoder:
         rows = TILE_ROWS[weights.device.type] if batch_invariant else None
         self.operations = self._operations(ranks, experts)
         self.adapters: AdapterBank | None = None
-        """Slots of adapters. None means no adapters."""
+        """Slots for LoRA adapters and their weights. None means no adapters."""
         if slots is not None:
             operations, adapters = adapted_operations(self.operations, self._linears, slots, weights.dtype, rows)
             self.operations = operations
@@ -375,29 +374,29 @@ class Decoder:
             index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
         }
         self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
-        """k_scale and v_scale of each attention layer's FP8 cache, from the checkpoint or 1."""
+        """k_scale and v_scale of each attention layer's FP8 cache, from the checkpoint; 1 if it has no scales."""
 
     @property
     def _linears(self) -> list[Linear]:
         return [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
 
     def _operations(self, ranks: Ranks, experts: ExpertsOptions | None) -> Operations:
-        """Return the operations of this device, and prepare Headway's C to run whole layers if it computes them."""
+        """Return the operations of this device; if they are Headway's C code, also prepare it to run whole layers."""
         inv_freq, factors = rope_tables(self.config.ropes, self.device)
         operations = operations_for(inv_freq, factors, self._kernels, experts)
         if self._invariant:
             operations = invariant_operations(operations, self._linears, self.device, experts)
         own = operations if isinstance(operations, NativeOperations) and ranks.size == 1 else None
         self.recorded = None if own is None else RecordedLayers(own.functions)
-        """Runner of whole layers in Headway's C. None means one layer after the other."""
+        """Runner of all layers in a single call of Headway's C code. None means that Python runs each part."""
         return operations
 
     def part(self, index: int | None) -> object:
-        """Return a layer, or for None the embedding, the last norm and the head."""
+        """Return the layer at `index`; for None, return the embedding, the final norm and the output head."""
         return (self.embed, self.norm, self.lm_head) if index is None else self.layers[index]
 
     def rebuilt(self, index: int | None, weights: WeightSource) -> object:
-        """Build a part again from other weights; only on one rank. Raises as `__init__`."""
+        """Return a new part, as for `part`, built from other weights; only without tensor parallelism. Raises as `__init__`."""
         if index is None:
             return Decoder(replace(self.config, layers=()), weights, self._invariant, kernels=self._kernels).part(None)
         shard = ModelShard(self.config, by_expert=weights.device.type == "cpu")
@@ -410,7 +409,7 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size; token ids are below it."""
+        """Vocabulary size; all token ids are smaller."""
         return self.config.vocab_size
 
     @property
@@ -421,13 +420,13 @@ class Decoder:
 
     @property
     def products(self) -> list[tuple[Linear, bool]]:
-        """Linear layers of all layers, and whether each is gated."""
+        """Linear layers of all decoder layers, each with True if it is gated."""
         gated = {layer.mlp.gated_product for layer in self.layers if isinstance(layer.mlp, MLP)}
         return [(linear, linear in gated) for layer in self.layers for linear in layer.linears]
 
     @property
     def rounding(self) -> str:
-        """Description of the rounding of activations by this CPU's kernels; empty if there is none."""
+        """Description of how this CPU's kernels round activations; empty if they do not."""
         own = functions()
         bits = 0 if own is None else own.x_bits
         if not bits or not any(linear.packed is not None and linear.reads_quantized for linear, _ in self.products):
@@ -446,7 +445,7 @@ class Decoder:
 
     @property
     def embedding_size(self) -> int:
-        """Hidden size, which is the size of embedded inputs."""
+        """Number of elements of an embedded input, which is the hidden size."""
         return self.config.hidden_size
 
     def __call__(
@@ -454,8 +453,8 @@ class Decoder:
     ) -> Tensor:
         """Return the last hidden states [num_tokens, hidden_size], normed. input_ids, positions: int32 or int64 [num_tokens].
 
-        embedded: (token index, rows [count, hidden_size]), which replace the scaled embedding of this token and the next ones;
-        learned positions are added.
+        embedded: pairs of a token index and rows [count, hidden_size], which replace the scaled embeddings of `count` tokens
+        from this index on; learned positions are still added.
         """
         x, ropes = self.operations.embed(input_ids, positions, self.embed)
         for first, rows in embedded:
@@ -477,7 +476,7 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits of this rank's tokens, see core.contract.Model. hidden: [rows, hidden_size], only rows to sample."""
+        """Return logits for this rank's part of the vocabulary; see core.contract.Model. hidden: [rows, hidden_size]."""
         logits, cap = self.operations.product(hidden, self.lm_head, out), self.config.logit_softcap
         logits = logits if cap is None else self.operations.softcap(logits, cap)
         if self._missing:
@@ -486,13 +485,13 @@ class Decoder:
 
 
 class DecoderLayer:
-    """Decoder layer: attention, a recurrent part or both, then an MLP or experts, as LayerConfig says."""
+    """Decoder layer: attention, a recurrent part or both, then an MLP or experts, as defined by LayerConfig."""
 
     def __init__(
         self, config: DecoderConfig, index: int, places: tuple[int, int], tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """config: configuration of this rank's shard. places: numbers of attention and recurrent layers before this one. tensors:
-        reader of the model's tensors.
+        """config: configuration of this rank's shard. places: number of attention layers and of recurrent layers before this
+        layer. tensors: reader of the model's tensors.
         """
         layer = config.layers[index]
         config = config if layer.names is None else replace(config, names=layer.names)
@@ -528,12 +527,12 @@ class DecoderLayer:
 
     @property
     def num_states(self) -> int:
-        """Number of the layer's recurrent layers."""
+        """Number of layers that state backends run for this decoder layer."""
         return 0 if self.state is None else len(self.state.state_layers)
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of the parts, which absorb norms and are checked for batch invariance."""
+        """Linear layers of all parts; norms are merged into them, and their batch invariance is checked."""
         return [linear for part in self._parts for linear in part.linears]
 
     @property
@@ -555,13 +554,13 @@ STATE_PARTS: dict[str, type[StatePart]] = {
     LIGHTNING: Lightning,
     CONV: ShortConvolution,
 }
-"""Class of a recurrent part, by the kind of its recurrence."""
+"""Classes of recurrent parts, keyed by the kind of recurrence."""
 
 
 def _head(
     config: DecoderConfig, weights: WeightSource, tensors: LayerTensors, vocabulary: VocabularyShard, table: Tensor
 ) -> Linear:
-    """Return the output head. table: the embedding, which is the head too if they are tied."""
+    """Return the output head. table: the embedding, used as the head if they are tied."""
     names, shape = config.names, (vocabulary.axis, config.hidden_size)
     head = f"{names.head}.weight"
     tied = config.tie_word_embeddings and head not in weights
@@ -573,7 +572,7 @@ def _head(
 
 
 def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:
-    """Return the rows of learned positions from position 0 on."""
+    """Return the embeddings of learned positions, starting with position 0; None without learned positions."""
     if config.names.positions is None:
         return None
     rows = config.max_position_embeddings + config.position_offset
@@ -581,12 +580,12 @@ def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:
 
 
 def _rounded(scale: float, table: Tensor) -> float:
-    """Return a factor rounded to the table's dtype, as models trained in half precision used it."""
+    """Return a factor rounded to the table's dtype, as in the training of half-precision models."""
     return float(torch.tensor(scale, dtype=table.dtype))
 
 
 def _scaled(norm: Norm, scale: float) -> Norm:
-    """Return a norm with a scaled result, so that scaled logits (Granite) need no extra operation."""
+    """Return a norm whose output is multiplied by `scale`, so that scaled logits (Granite) need no extra operation."""
     if scale == 1.0:
         return norm
     return Norm(norm.weight.float() * scale, norm.eps, None if norm.bias is None else norm.bias.float() * scale)

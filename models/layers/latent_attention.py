@@ -1,4 +1,4 @@
-"""Latent attention (MLA, DeepSeek-V2) with its norms, projections, RoPE and residual."""
+"""Latent attention (MLA, DeepSeek-V2) with norms, projections, RoPE and the residual sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LatentAttention:
     ) -> None:
         """place: index among the model's attention layers.
 
-        :raises ModelError: if batch_invariant is requested, or there is a bias that no checkpoint of these families has.
+        :raises ModelError: if batch_invariant is requested, or the configuration has unsupported biases.
         """
         latent, names, hidden = config.latent, config.names.latent, config.hidden_size
         assert latent is not None
@@ -58,21 +58,21 @@ class LatentAttention:
         self.spec = cached_spec(config, layer, tensors.weights.dtype, tensors.weights.device)
         self._expanded = expanded_spec(config, latent, self.spec)
         self.layer: LatentLayer | None = None
-        """Layer given to the engine; None until `absorb_norms` has run."""
+        """Latent layer passed to the engine's attention; None until `absorb_norms` has run."""
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of the part."""
+        """Linear layers of this part, in the order of computation."""
         return [self.first_proj, *([] if self.q_proj is None else [self.q_proj]), self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Give the up-projection of latents to the operations that compute the layer."""
+        """Pass the up-projection from latents to the operations that compute the layer."""
         if self._kv_b is not None:
             self.layer = ops.latent_layer(self._expanded, self._latent, self._kv_b)
             self._kv_b = None
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
+        """Return the updated residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
@@ -85,19 +85,19 @@ class LatentAttention:
         return attention(self._place, q, latent, latent[..., : self.spec.v_head_dim]).flatten(1)
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream, as `StatePart.add` does."""
+        """Return the updated residual stream, as `StatePart.add` does."""
         return ops.add_product(x, mixed, self.out_proj)
 
 
 def _order(latent: LatentConfig, still: int) -> list[int]:
-    """Return the order of a head's elements, or of the latent followed by its key, for half-split RoPE.
+    """Return the order of a head's elements, or of a latent followed by its RoPE key, for half-split RoPE.
 
-    still: number of elements before the rotated ones.
+    still: number of elements before the rotated elements.
     """
     rotated = range(still, still + latent.qk_rope_head_dim)
     return [*range(still), *([*rotated[::2], *rotated[1::2]] if latent.interleaved else rotated)]
 
 
 def _query_rows(latent: LatentConfig, num_heads: int) -> list[int]:
-    """Return the rows of the query projection with every head in that order."""
+    """Return the row order of the query projection, with each head's elements in the order from `_order`."""
     return [head * latent.q_dim + row for head in range(num_heads) for row in _order(latent, latent.qk_nope_head_dim)]

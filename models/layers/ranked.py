@@ -1,4 +1,4 @@
-"""Operations of a decoder's shard on one of several ranks, including the all-reduces."""
+"""Operations of one rank's shard of a decoder, including all-reduces."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from headway.kernels.step.operations import Embedding, Norm, Operations, Rope
 
 
 class RankedOperations:
-    """Operations of a rank's shard, with an all-reduce after the embedding, the last linear layers and the experts.
+    """Operations of a rank's shard, with an all-reduce after the embedding, each part's last linear layer and the experts.
 
     The residual stream has the same bits on every rank, because an all-reduce gives every rank the same bits. The residual is
-    added once, after the sum.
+    added once, after the all-reduce.
     """
 
     def __init__(self, inner: Operations, ranks: Ranks) -> None:
@@ -43,7 +43,7 @@ class RankedOperations:
         self.activated = inner.activated
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """Return hidden states and RoPE tables; the rank that holds a token's row supplies it, through an all-reduce."""
+        """Return hidden states and RoPE tables; the rank that holds a token's embedding supplies it through an all-reduce."""
         if embed.tokens is not None:
             own = (input_ids >= embed.tokens.start) & (input_ids < embed.tokens.stop)
             input_ids = torch.where(own, input_ids - embed.tokens.start, len(embed.table) - 1)
@@ -73,14 +73,14 @@ class RankedOperations:
 
 
 class RankedExperts:
-    """MoE layer of which each rank computes a shard."""
+    """MoE layer that is sharded over ranks."""
 
     def __init__(self, inner: Experts, ranks: Ranks) -> None:
-        """inner: this rank's shard."""
+        """inner: this rank's shard of the MoE layer."""
         self._inner = inner
         self._ranks = ranks
         self.kind: Any = getattr(inner, "kind", None)
-        """Kind of layer with several kernels for the shard; None if there is only one kernel."""
+        """Kind of the shard's MoE layer, if it has several kernels; None if it has only one."""
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return `onto` (or x) plus the experts' output, summed over ranks."""
@@ -89,13 +89,13 @@ class RankedExperts:
 
 
 class SumsInOrder:
-    """Ranks that always sum in rank order, so that a row's bits do not depend on other rows.
+    """Ranks whose all-reduce always sums in rank order, so a row's bits do not depend on other rows.
 
-    A library's all-reduce starts with a different rank in each segment of its buffer. This one needs `size` times the memory.
+    A library's all-reduce starts with a different rank in each segment of its buffer. This class needs `size` times the memory.
     """
 
     def __init__(self, inner: Ranks) -> None:
-        """inner: ranks that gather."""
+        """inner: ranks whose all-gather collects the terms of a sum."""
         self.rank = inner.rank
         self.size = inner.size
         self.all_gather = inner.all_gather
@@ -108,7 +108,7 @@ class SumsInOrder:
 
 
 def over_ranks(operations: Operations, ranks: Ranks) -> Operations:
-    """Return operations that combine the shards of several ranks; the same operations if there is one rank."""
+    """Return operations that combine the shards of several ranks; the argument itself if there is only one rank."""
     return operations if ranks.size == 1 else RankedOperations(operations, ranks)
 
 

@@ -24,7 +24,7 @@ from headway.models.shard import StateShard
 
 
 class StatePart(ABC):
-    """A recurrent part. Subclasses define the sections of the input projection and their use."""
+    """A recurrent part. Subclasses define the sections of the input projection and how they are used."""
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         """place: index of the part's first layer among the model's recurrent layers.
@@ -52,10 +52,10 @@ class StatePart(ABC):
     @staticmethod
     @abstractmethod
     def sections(shard: StateShard) -> Mapping[str, Axis]:
-        """Return the sections of the merged input projection with their sizes, in order; inputs of the convolution come first."""
+        """Return the sections of the merged input projection with their sizes, in order; the convolution's inputs come first."""
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """Return the layers that a state backend runs for the part."""
+        """Return the layers that a state backend runs for this part."""
         spec, shard = self.spec, tensors.shard.state
         heads, weight, bias = shard.heads, None, None
         if spec.conv_channels:
@@ -72,35 +72,35 @@ class StatePart(ABC):
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of the part."""
+        """Linear layers of this part, in the order of computation."""
         return [self.in_proj, self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:  # noqa: B027  (most kinds have nothing to merge)
         """Merge norms into the linear layers after them, if the operations support it."""
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Compute the part and return the new residual stream.
+        """Compute the part and return the updated residual stream.
 
-        x: [num_tokens, hidden_size], the residual stream, overwritten; rope: as `Operations.embed` returned it.
+        x: [num_tokens, hidden_size], the residual stream, overwritten; rope: from `Operations.embed`.
         """
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     @abstractmethod
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the input of the output projection. x: as for `__call__`, but not changed."""
+        """Return the input of the output projection. x: [num_tokens, hidden_size], the residual stream, not modified."""
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: the residual stream, overwritten; mixed: the result of `mix`."""
+        """Return the updated residual stream. x: the residual stream, overwritten. mixed: the result of `mix`."""
         return ops.add_product(x, mixed, self.out_proj)
 
     def _split(self, x: Tensor, ops: Operations) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the recurrence's input [num_tokens, input_channels], and all sections. x: [num_tokens, hidden_size]."""
+        """Return the recurrence's input [num_tokens, input_channels], and the sections by name. x: [num_tokens, hidden_size]."""
         y = ops.norm_product(x, self.norm, self.in_proj, None)
         return y[:, : self.spec.input_channels], {name: y[:, place] for name, place in self._at.items()}
 
 
 def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) -> Norm:
-    """Return the norm of the recurrence's output. Its weight is plain even if the model's other norms add 1 to theirs."""
+    """Return the norm of the recurrence's output. Its weight has no added 1, even if the model's other norms add 1."""
     shard = tensors.shard.state
     all_weights = state.norm_all_weights or shard.norms == 1
     weight = tensors.take(f"{config.names.state.out_norm}.weight", shard.out if all_weights else state.norm_size)
@@ -109,7 +109,7 @@ def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) 
 
 
 def _convolved(modules: Sequence[str], sections: Sequence[Axis], channels: int) -> Mapping[str, Axis]:
-    """Return convolutions and their channels: one over the first sections together, or one for each of them."""
+    """Return the channels of each convolution: one over the first sections together, or one for each of these sections."""
     ends = itertools.accumulate(section.size for section in sections)
     read = [section for section, end in zip(sections, ends, strict=True) if end <= channels]
     return dict(zip(modules, read if len(modules) > 1 else [functools.reduce(Axis.__add__, read)], strict=True))
@@ -124,13 +124,13 @@ def _places(sizes: Mapping[str, Axis]) -> dict[str, slice]:
 
 
 class GatedDelta(StatePart):
-    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464). One projection gives q, k, v, the two gates of the recurrence
-    and the output's gate.
+    """Gated delta rule (Yang et al. 2024, arXiv 2412.06464). One projection computes q, k, v, the recurrence's two gates and
+    the output gate.
     """
 
     @staticmethod
     def sections(shard: StateShard) -> Mapping[str, Axis]:
-        """Return the sections: q, k, v; a, the input of the decay; b, the input of beta; z, the output's gate."""
+        """Return the sections: q, k, v; a, the input of the decay; b, the input of beta; z, the output gate."""
         return {"q": shard.keys, "k": shard.keys, "v": shard.values, "a": shard.heads, "b": shard.heads, "z": shard.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
@@ -140,8 +140,8 @@ class GatedDelta(StatePart):
 
 
 class KimiDelta(StatePart):
-    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay per channel. One projection gives q, k, v, beta, and
-    the first halves of two low-rank projections, for the decay and the output gate.
+    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay per channel. One projection computes q, k, v,
+    beta, and the first linear layers of the low-rank projections for the decay and the output gate.
     """
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
@@ -152,11 +152,11 @@ class KimiDelta(StatePart):
 
     @staticmethod
     def sections(shard: StateShard) -> Mapping[str, Axis]:
-        """Return the sections: q, k, v; b, the input of beta; f and g, of rank value_dim, for the decay and the gate."""
+        """Return the sections: q, k, v; b, the input of beta; f and g, of rank value_dim, for the decay and the output gate."""
         return {"q": shard.keys, "k": shard.keys, "v": shard.values, "b": shard.heads, "f": shard.low_rank, "g": shard.low_rank}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """Return the layer; in checkpoints A_log has axes of size 1, and dt_bias has one axis for heads and channels."""
+        """Return the state layer; in checkpoints, A_log has axes of size 1, and dt_bias has one axis for heads and channels."""
         shard, channels = tensors.shard.state, self.spec.key_dim
         (layer,) = super()._layers(state, replace(names, A_log="", dt_bias=""), tensors)
         A_log = tensors.take_float(names.A_log, 1, 1, shard.heads, 1).flatten()
@@ -175,17 +175,17 @@ class KimiDelta(StatePart):
 
 
 class Lightning(StatePart):
-    """Lightning attention (Qin et al. 2024, arXiv 2401.04658). One projection gives q, k and v, which are activated, and the
-    gate of the normed output.
+    """Lightning attention (Qin et al. 2024, arXiv 2401.04658). One projection computes q, k and v, which are activated,
+    and the gate of the normed output.
     """
 
     @staticmethod
     def sections(shard: StateShard) -> Mapping[str, Axis]:
-        """Return the sections: q, k, v; z, the output's gate."""
+        """Return the sections: q, k, v; z, the output gate."""
         return {"q": shard.keys, "k": shard.keys, "v": shard.values, "z": shard.values}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
-        """Return the layer, whose decays follow from the layer's index."""
+        """Return the state layer, whose decays depend on the layer's index."""
         (layer,) = super()._layers(state, names, tensors)
         A_log = torch.tensor(
             tensors.shard.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device
@@ -198,11 +198,11 @@ class Lightning(StatePart):
 
 
 class Mamba2(StatePart):
-    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). One projection gives x, B, C, dt and the output's gate."""
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). One projection computes x, B, C, dt and the output gate."""
 
     @staticmethod
     def sections(shard: StateShard) -> Mapping[str, Axis]:
-        """Return the sections: x, B and C, which go through the convolution; dt; z, the output's gate."""
+        """Return the sections: x, B and C, the convolution's inputs; dt; z, the output gate."""
         return {"x": shard.values, "B": shard.keys, "C": shard.keys, "dt": shard.heads, "z": shard.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
@@ -213,7 +213,7 @@ class Mamba2(StatePart):
 class Mamba1(StatePart):
     """Mamba 1 as in Jamba (arXiv 2312.00752): a convolution, a projection of its output to dt, B and C, and the recurrence.
 
-    Convolution and recurrence are two layers with a state.
+    The convolution and the recurrence are two layers, each with a state.
     """
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
@@ -227,7 +227,7 @@ class Mamba1(StatePart):
 
     @staticmethod
     def sections(shard: StateShard) -> Mapping[str, Axis]:
-        """Return the sections: x, which goes through the convolution; z, the output's gate."""
+        """Return the sections: x, the convolution's input; z, the output gate."""
         return {"x": shard.heads, "z": shard.heads}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
@@ -256,7 +256,7 @@ class Mamba1(StatePart):
 
 
 class ShortConvolution(StatePart):
-    """LFM2's short convolution (Liquid AI 2025, arXiv 2511.23404), with one gate on its input and one on its output."""
+    """LFM2's short convolution (Liquid AI 2025, arXiv 2511.23404), with a gate on its input and a gate on its output."""
 
     @staticmethod
     def sections(shard: StateShard) -> Mapping[str, Axis]:

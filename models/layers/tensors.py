@@ -21,7 +21,7 @@ from headway.models.shard import ModelShard
 
 
 class LayerTensors:
-    """Reader of tensors below a prefix, by the conventions of a model family."""
+    """Reader of the tensors under a name prefix, by the conventions of a model family."""
 
     def __init__(
         self,
@@ -33,8 +33,7 @@ class LayerTensors:
         kernels: LinearKernels | None = None,
     ) -> None:
         """config: the family's conventions. shard: this rank's shard. prefix: prefix of every name, such as `model.layers.0.`.
-        kernels:
-        for linear layers; None means Headway's own.
+        kernels: kernels for linear layers; None means Headway's own.
         """
         self.kernels = kernels
         self.weights = weights
@@ -44,11 +43,11 @@ class LayerTensors:
         self._config = config
 
     def below(self, prefix: str, config: DecoderConfig) -> LayerTensors:
-        """Return a reader for the names below `prefix`, by the conventions of `config`."""
+        """Return a reader for the names under `prefix`, by the conventions of `config`."""
         return LayerTensors(config, self.weights, self.shard, self.ranks, prefix, self.kernels)
 
     def take(self, name: str, *shape: int | Axis) -> Tensor:
-        """Return one tensor of this shape."""
+        """Return one tensor of this shape in the model's dtype."""
         return self.weights.take(self.prefix + name, shape)
 
     def take_float(self, name: str, *shape: int | Axis) -> Tensor:
@@ -58,7 +57,7 @@ class LayerTensors:
     def take_conv(self, sizes: Mapping[str, Axis], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         """Return weight [channels, width] and bias [channels] of depthwise convolutions, concatenated.
 
-        sizes: module -> channels.
+        sizes: module name -> number of channels.
         """
         rows = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
         weight = self.weights.take_merged(rows, 1, width)[:, 0]
@@ -66,7 +65,7 @@ class LayerTensors:
         return weight, self.weights.take_merged(of_rows) if bias else None
 
     def norm(self, module: str, size: int | Axis) -> Norm:
-        """Return a norm of the model's kind over `size` elements."""
+        """Return a norm of the kind that the model uses, over `size` elements."""
         config = self._config
         weight = self.take(f"{module}.weight", size)
         if config.norm == "rms_plus_one":
@@ -74,7 +73,7 @@ class LayerTensors:
         return Norm(weight, config.norm_eps, self.take(f"{module}.bias", size) if config.norm == "layer" else None)
 
     def norm_if_any(self, module: str | None, size: int) -> Norm | None:
-        """Return a norm, or None if the family has no such norm."""
+        """Return a norm, or None if `module` is None because the family has no such norm."""
         return None if module is None else self.norm(module, size)
 
     def linear(
@@ -88,7 +87,7 @@ class LayerTensors:
         """Return linear layers with the same input, merged into one.
 
         If the input is sharded, the ranks' results must be summed, and only rank 0 has the bias. sizes: module -> out_features.
-        order: rows of the result, as indices into this rank's rows of the checkpoint. scale: factor of weight and bias, for all
+        order: row order of the result, as indices into this rank's rows. scale: factor of weights and biases, for all
         rows or one for each row of the result.
         """
         summed = not Axis.of(in_features).is_whole
@@ -117,7 +116,7 @@ class LayerTensors:
         return Linear(weight, biases, summed, origin=origin, kernels=self.kernels)
 
     def _biases(self, sizes: Mapping[str, int | Axis], bias: bool, summed: bool) -> Tensor | None:
-        """Return the merged biases of linear layers with the same input; only rank 0 has them if results are summed."""
+        """Return the merged biases of linear layers with the same input; only rank 0 has biases if results are summed."""
         of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
         biases = self.weights.take_merged(of_rows) if bias else None
         return self.shard.once(biases) if summed else biases
@@ -133,9 +132,9 @@ class LayerTensors:
     ) -> Linear:
         """Return linear layers with the same input, merged into one whose rows are ordered by section.
 
-        inputs: modules, and the sections that each holds, in its order. sizes: section -> rows, in the order of the result.
+        inputs: modules, each with its sections in order. sizes: section -> number of rows, in the order of the result.
         groups: number of groups in checkpoints whose modules store the first group of all sections, then the second, and so on.
-        scales: factors of sections.
+        scales: section -> factor.
         """
         modules: dict[str, int | Axis] = {}
         rows: dict[str, list[int]] = {section: [] for section in sizes}
@@ -156,13 +155,13 @@ _SUFFIXES = {
     "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale"),
     "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale"),
 }
-"""Suffixes of compressed-tensors, ModelOpt and AutoFP8; the last has one scale for both."""
+"""Scale names of compressed-tensors, ModelOpt and AutoFP8; the last name is a single scale for k and v."""
 
 
 def read_kv_scales(tensors: LayerTensors) -> tuple[float, float]:
-    """Return k_scale and v_scale of a layer: key = cached key * k_scale. They are 1 if the checkpoint has none.
+    """Return k_scale and v_scale of a layer: key = cached key * k_scale. They are 1 if the checkpoint has no scales.
 
-    :raises ModelError: if only one exists, or a scale is not a number above 0.
+    :raises ModelError: if only one of the two exists, or a scale is not a number above 0.
     """
     k_scale, v_scale = _scale(tensors, "k"), _scale(tensors, "v")
     if (k_scale is None) != (v_scale is None):

@@ -1,1 +1,1 @@
-"""Adapter for decoders of transformers: their code with Headway's attention and paged KV cache."""
+"""Adapter for transformers' decoders: transformers' code with Headway's attention and paged KV cache."""

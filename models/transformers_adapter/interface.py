@@ -1,11 +1,11 @@
-"""Attention functions that transformers' attention modules call: Headway's on the paged cache, and a probe before that.
+"""Attention functions that transformers' attention modules call: Headway's on the paged KV cache, and a probe at loading.
 
 transformers finds the function by name (`AttentionInterface`). It builds no mask for that name, because none is registered. An
 attention module carries an `AttentionSite`, which knows its layer and the arguments that every call must have.
 
-The probe is a call with a few tokens that finds out how a model attends, before an engine is made for it. Attention returns zeros
+The probe is a call with a few tokens that finds out how a model attends, before its engine is created. Attention returns zeros
 in this call, so tokens cannot affect one another, unless the model mixes them elsewhere (convolution, state space, recurrence).
-Reversing their order shows that: such a model cannot run on packed sequences and is refused.
+Reversing the tokens' order shows such mixing: the model cannot run on packed sequences and is refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headway.core.contract.model import Attention
 NAME = "headway_engine"
 """Name of Headway's attention implementation."""
 SITE = "headway_site"
-"""Attribute of an attention module that holds its `AttentionSite`."""
+"""Name of the attribute that stores an attention module's `AttentionSite`."""
 
 
 class Passed(NamedTuple):
-    """Arguments of an attention call other than the tensors' values; they are the same in every call of a layer."""
+    """Arguments of an attention call, excluding the values of tensors; the same in every call of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -59,7 +59,7 @@ class Passed(NamedTuple):
 
 @dataclass(eq=False)
 class Current:
-    """Attention of the running call, shared by all attention modules of a model."""
+    """Attention object of the current forward call, shared by all attention modules of a model."""
 
     attention: Attention | None = None
     handle: int = field(init=False)
@@ -69,32 +69,32 @@ class Current:
         _LIVE[self.handle] = self
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention of one layer. Arguments as for `core.contract.model.Attention`."""
+        """Return the attention of one layer. The arguments are those of `core.contract.model.Attention`."""
         assert self.attention is not None, "an attention module runs only inside a call of its model"
         return self.attention(layer, q, k, v)
 
 
 @dataclass(eq=False)
 class AttentionSite:
-    """One attention module of a model."""
+    """Data that Headway attaches to one attention module of a model."""
 
     name: str
     """Path of the module in the model."""
     layer: int
-    """Index of the layer for the engine: attention modules in the order in which the model calls them."""
+    """Index of the attention layer in the engine: modules are numbered in the order in which the model calls them."""
     passed: Passed
     """Arguments seen by the probe, which determine the layer's spec."""
     sinks: Tensor | None
-    """Parameter with its sinks. None means no sinks."""
+    """Parameter with the module's sink logits. None means no sinks."""
     current: Current
     place: Tensor = field(init=False)
-    """int64 [2] in host memory: handle and layer. As a tensor, it lets a compiler make one kernel for all layers."""
+    """int64 [2] in host memory: handle and layer index. As they are in a tensor, compiled code is shared by all layers."""
 
     def __post_init__(self) -> None:
         self.place = torch.tensor([self.current.handle, self.layer])
 
     def check(self, passed: Passed, sinks: Tensor | None, mask: object) -> None:
-        """Check that a call has the arguments of the layer's spec. :raises ModelError: if one differs."""
+        """Check that a call has the arguments of the layer's spec. :raises ModelError: if an argument differs."""
         if passed == self.passed and sinks is self.sinks and mask is None:
             return
         differing = [(*pair, name) for name, *pair in zip(Passed._fields, self.passed, passed, strict=True) if pair[0] != pair[1]]
@@ -110,7 +110,7 @@ class AttentionSite:
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-    """Compute attention for transformers. query, key, value: [1, heads, num_tokens, head_dim] of all sequences of a step.
+    """Compute attention for transformers. query, key, value: [1, heads, num_tokens, head_dim], all sequences of a step packed.
 
     Returns ([1, num_tokens, num_heads, v_head_dim], None).
 
@@ -127,7 +127,7 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """Return [1, heads, num_tokens, dim] as [num_tokens, heads, dim]: a view if each token is contiguous, else a copy."""
+    """Convert [1, heads, num_tokens, dim] to [num_tokens, heads, dim]: a view if each token is contiguous, else a copy."""
     tokens = tensor[0].transpose(0, 1)
     heads, dim = tokens.shape[1:]
     whole = tokens.stride(2) == 1 and tokens.stride(0) >= tokens.stride(1) * (heads - 1) + dim
@@ -158,10 +158,10 @@ AttentionInterface.register(NAME, attend)
 
 
 PROBE = "headway_probe"
-"""Name of the attention implementation during the probe."""
+"""Name of Headway's attention implementation during the probe."""
 NUM_TOKENS = 6
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Maximum error relative to a row's norm: GEMMs may round differently if rows are in another order."""
+"""Maximum error relative to a row's norm, for each dtype: GEMMs may round differently if rows are reordered."""
 
 _UNDERSTOOD = {
     *("scaling", "sliding_window", "softcap", "s_aux"),
@@ -195,7 +195,7 @@ _RECORDER: ContextVar[_Recorder] = ContextVar("headway_adapter_probe")
 
 
 def run_probe(model: Any, forward: Callable[[], Tensor], longest: int = 0) -> tuple[Tensor, list[Call]]:
-    """Return the result of `forward()`, and its attention calls in order.
+    """Return the result of `forward()`, and the attention calls that it makes, in order.
 
     longest: number of positions up to which each layer's mask is checked against its call. 0 means that masks are not checked.
 
@@ -211,7 +211,7 @@ def run_probe(model: Any, forward: Callable[[], Tensor], longest: int = 0) -> tu
 
 @contextmanager
 def probing(model: Any, name_after: str) -> Iterator[None]:
-    """Use the probe as the model's attention inside the context, and `name_after` afterwards."""
+    """Use the probe as the model's attention inside the context, and the implementation `name_after` afterwards."""
     model.set_attn_implementation(PROBE)
     try:
         yield
@@ -220,7 +220,7 @@ def probing(model: Any, name_after: str) -> Iterator[None]:
 
 
 def differ(a: Tensor, b: Tensor) -> bool:
-    """Return whether rows [..., size] differ by more than rounding."""
+    """Return whether two tensors of rows [..., size] differ by more than rounding errors."""
     apart, size = (a.float() - b.float()).norm(dim=-1), a.float().norm(dim=-1)
     return bool((apart > _TOLERANCE[a.dtype] * size).any())
 
@@ -254,13 +254,13 @@ def _attend_probing(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 class _Mask(Tensor):
-    """Mask that stores the rule by which it was made."""
+    """Attention mask that stores the rule from which transformers would build it."""
 
     rule: Callable[..., Tensor]
 
 
 def _mask(q_length: int, kv_length: int, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
-    """Return a mask that stores its rule; transformers calls this for every kind of mask that a model requests."""
+    """Return a `_Mask` with its rule; transformers calls this function for every kind of mask that a model requests."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool).as_subclass(_Mask)
     mask.rule = mask_function
     return mask
@@ -269,7 +269,7 @@ def _mask(q_length: int, kv_length: int, mask_function: Callable[..., Tensor], *
 def _check_mask(where: str, mask: Any, window: int | None, options: dict[str, Any], module: nn.Module, longest: int) -> None:
     """Check the rule of the layer's mask against the arguments of the call.
 
-    :raises ModelError: if they differ, so that attention without the mask would give another result.
+    :raises ModelError: if they differ, so that attention without the mask would give a different result.
     """
     rule = getattr(mask, "rule", None)
     if rule is None:

@@ -29,15 +29,15 @@ from headway.models.transformers_adapter.interface import NAME, NUM_TOKENS, prob
 from headway.models.transformers_adapter.model import TransformersModel, spec_of
 
 _NUM_TOKENS = 61
-"""Number of tokens of the trial: a prime that no size of a model equals, since torch.compile unifies equal sizes."""
+"""Number of tokens in the trial: a prime that equals no size of a model, because torch.compile unifies equal sizes."""
 _RECOMPILE_LIMIT = 64
-"""Maximum number of recompilations: two per kind of layer, for all models of a process."""
+"""Maximum number of recompilations per process: enough for two per kind of layer in all its models."""
 
 Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """Compile with torch's own compiler, after announcing it in the log, because a request may have to wait for it."""
+    """Compile with torch's own compiler, after a log line that announces it, because a request may wait for the compilation."""
     announce_compilation("layers of the model (torch.compile)")
     # In this process: a compile worker would store kernels in Triton's own format, which `KernelCache` considers damaged.
     compiler: Any = torch._dynamo.lookup_backend("inductor")
@@ -45,9 +45,9 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Set torch's compilation cache to Headway's cache folder, unless the user has set one.
+    """Set torch's compilation cache to Headway's cache folder, unless the user has set a cache folder.
 
-    torch would otherwise set TRITON_CACHE_DIR itself, and so move the cache of all other kernels of this process.
+    torch would otherwise set TRITON_CACHE_DIR itself, which moves the cache of all other kernels in this process.
     """
     if not obstacle(cache_folder()):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
@@ -55,10 +55,10 @@ def _set_compile_cache() -> None:
 
 
 def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> None:
-    """Compile each layer's `forward` for any number of tokens, and check on a few tokens that the result runs.
+    """Compile each layer's `forward` for any number of tokens, and check with a few tokens that the compiled code runs.
 
-    Layers of one kind share the compiled code: attention is an op that takes the layer as a tensor
-    (`interface.AttentionSite.place`), the only difference between them. No part may fall back to Python, so the segments of a
+    Layers of one kind share the compiled code: the only difference between them is the layer index, which
+    the attention op takes as a tensor (`interface.AttentionSite.place`). No part may fall back to Python, so the segments of a
     CUDA graph are the same as without compilation.
 
     backend: backend of torch.compile; tests use one that needs no compiler.
@@ -94,7 +94,7 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
 def causal_lm_class(config: Any) -> Any:
     """Return transformers' causal language model class for a configuration (PreTrainedConfig).
 
-    :raises ModelError: if there is none, or it cannot run on Headway's attention; the message states the reason.
+    :raises ModelError: if no such class exists, or it cannot run on Headway's attention; the message states the reason.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -123,11 +123,11 @@ def _state_hint(config: Any) -> str:
 
 
 _STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid", "recurrent")
-"""Values of layer_types for recurrent layers."""
+"""Values of layer_types that denote recurrent layers."""
 
 
 def refusal(model_class: Any, config: Any) -> str:
-    """Return why a class of transformers cannot run through the adapter, to follow the class name; empty if it can."""
+    """Return the reason why a transformers class cannot run through the adapter, worded to follow its name; empty if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder with a decoder; Headway runs only decoders"
     if config.get_text_config() is not config:
@@ -148,7 +148,7 @@ def refusal(model_class: Any, config: Any) -> str:
 log = logging.getLogger("headway")
 
 EXPERTS = "grouped_mm"
-"""transformers' method for experts: one grouped GEMM, with the choice on the device and without a wait on the host."""
+"""transformers' experts implementation: a grouped GEMM that is routed on the device, without host synchronization."""
 
 
 def load_adapted(
@@ -162,11 +162,11 @@ def load_adapted(
 ) -> TransformersModel:
     """Load a model with transformers' code, without running the model's own code.
 
-    config: from transformers. dummy: True for random weights, the same on every start on one kind of device.
-    torch_compile: see `compile_layers`; None means if it works, else the log says why not. longest: see `rope.read_rope`.
+    config: from transformers. dummy: True for random weights, which are the same on every start with one kind of device.
+    torch_compile: True calls `compile_layers`; None ignores its failure, and logs the reason. longest: see `rope.read_rope`.
 
     :raises ModelError: if the adapter does not support the model, or weights do not fit its configuration. If Headway's decoder
-        supports the family, the message first says what it does not support of this model.
+        supports the family, the message first names the unsupported feature of this model.
     """
     with _lacking_first(config):
         adapted = _of_files(folder, config, dtype, device, dummy, longest)
@@ -192,7 +192,7 @@ def _lacking_first(config: Any) -> Iterator[None]:
 
 
 def _lacking(config: Any) -> str:
-    """Return what Headway's decoder does not support of a model of its families; empty if nothing, or for another family."""
+    """Return the model's feature that Headway's decoder lacks; empty if it lacks none, or does not support the family."""
     try:
         if config.model_type in FAMILIES:
             read_decoder_config(config)
@@ -242,7 +242,7 @@ def _from_files(folder: Path, model_class: Any, config: Any, device: torch.devic
 
 
 def _check(folder: Path, found: dict[str, Any]) -> None:
-    """Check for tensors that transformers would only warn about, and replace by random values.
+    """Check for tensors that transformers would replace with random values after only a warning.
 
     :raises ModelError: if a tensor is missing, unused, or has a shape other than the configuration's.
     """
@@ -268,7 +268,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings; the important ones are errors in Headway."""
+    """Silence transformers' progress bars and warnings; Headway raises errors for the important warnings."""
     theirs: Any = transformers_logging
     level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity_error()

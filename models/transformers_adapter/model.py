@@ -1,4 +1,4 @@
-"""A decoder of transformers with the engine's `Model` protocol, on Headway's attention and KV cache."""
+"""Wrapper that gives a transformers decoder the engine's `Model` protocol, with Headway's attention and KV cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headway.models.transformers_adapter.interface import (
 
 
 class TransformersModel:
-    """Decoder of transformers that gets all tokens of a step in one row of its batch, without padding or mask.
+    """transformers decoder that receives all tokens of a step as a batch of one row, without padding or mask.
 
     Positions restart with each sequence. The layers run transformers' code; each attention module calls Headway's attention
     (`interface`). Hidden states come from the decoder inside the causal language model, and logits from the modules after it, so
@@ -36,18 +36,18 @@ class TransformersModel:
     """
 
     kv_scales: None = None
-    """An FP8 cache has scales of 1: transformers reads none from a checkpoint."""
+    """Always None: an FP8 cache has scales of 1, because transformers reads no scales from a checkpoint."""
     expert_kinds: tuple[()] = ()
-    """Always empty: transformers has one method for experts."""
+    """Always empty: transformers' experts have only one kernel."""
     linear_choices: tuple[()] = ()
-    """Always empty: transformers has one method for linear layers."""
+    """Always empty: transformers' linear layers have only one kernel."""
 
     def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, longest: int | None = None) -> None:
         """model: a causal language model of transformers (PreTrainedModel), in `dtype` on `device`.
 
         longest: see `rope.read_rope`.
 
-        :raises ModelError: if it cannot run on packed sequences and a paged cache; the message names layer and reason.
+        :raises ModelError: if the model cannot run on packed sequences and a paged cache; the message names layer and reason.
         """
         model.requires_grad_(False).eval()
         text = model.config.get_text_config()
@@ -76,7 +76,7 @@ class TransformersModel:
             self._current.attention = None
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [rows, vocab_size], see core.contract.Model. hidden: [rows, hidden_size], only rows to sample."""
+        """Return logits [rows, vocab_size], see core.contract.Model. hidden: [rows, hidden_size], only the rows to sample."""
         found: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
         return found.to(hidden.dtype) if out is None else out.copy_(found)
 
@@ -91,7 +91,7 @@ class TransformersModel:
         """Return the model's attention calls, after finding the decoder inside it and checking that decoder plus head give its
         logits.
 
-        :raises ModelError: if they do not, or tokens affect one another outside attention.
+        :raises ModelError: if they give different logits, or tokens affect one another outside attention.
         """
         model, order = self.model, torch.arange(NUM_TOKENS)
         ids = ((order * 7 + 3) % self.vocab_size).to(self.device)
@@ -127,7 +127,7 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """Replacement for a decoder that returns given embeddings as hidden states."""
+    """Replacement for a decoder; returns the given embeddings as hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Hidden:
         """Return the embeddings as hidden states. inputs_embeds: [1, rows, hidden_size]."""
@@ -135,7 +135,7 @@ class _Given(nn.Module):
 
 
 class _Hidden:
-    """Output of a decoder with only the last hidden states, which is all that the language model around it reads."""
+    """Decoder output with only the last hidden states; the causal language model around the decoder reads nothing else."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -148,7 +148,7 @@ class _Hidden:
 
 
 def _layers_path(model: nn.Module, names: list[str]) -> str:
-    """Return the path of the list of layers with all attention modules of these names; its parent is the decoder.
+    """Return the path of the layer list that contains all named attention modules; its parent is the decoder.
 
     :raises ModelError: if no such list exists.
     """
@@ -193,17 +193,17 @@ def spec_of(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSp
 
 
 def _sinks(given: Tensor | None) -> tuple[float, ...] | None:
-    """Return one logit per query head; 0 on torch's device `meta`."""
+    """Return one sink logit per query head, all 0 on torch's `meta` device; None without sinks."""
     if given is None or given.is_meta:
         return None if given is None else (0.0,) * len(given)
     return tuple(given.float().tolist())
 
 
 def fix_rope(model: Any, longest: int) -> None:
-    """Fix frequencies that depend on the longest sequence in a batch, for sequences of up to `longest` tokens.
+    """Set RoPE frequencies that depend on a batch's longest sequence to fixed values, for up to `longest` tokens.
 
-    A cache holds keys rotated by them, so one sequence would affect the others. `longrope` uses its short or long factors, see
-    `original_length`. `dynamic` changes past max_position_embeddings, which no sequence exceeds.
+    Otherwise one sequence would change the rotation of other sequences' keys, which may be cached. `longrope` uses its short or
+    long factors, see `original_length`. `dynamic` changes past max_position_embeddings, which no sequence exceeds.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

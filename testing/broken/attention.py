@@ -1,6 +1,6 @@
-"""A plain attention backend, written like the definition of attention, and copies of it with one planted mistake each.
+"""Plain attention backend, written like the definition of attention, and variants with one planted mistake each.
 
-The kit must detect every one of them and name its mistake.
+The kit must detect every variant and name its mistake.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headway.core.contract.metadata import AttentionMetadata
 
 @dataclass
 class PlainPlan:
-    """Plan that holds a step's metadata. Layers read its tensors when they run, so graph replays need no update."""
+    """Plan that stores a step's metadata. Layers read the metadata's tensors when they run, so graph replays need no update."""
 
     metadata: AttentionMetadata
 
 
 class PlainBackend(AttentionBackend):
-    """Attention in float32, one sequence at a time."""
+    """Backend that computes attention in float32, one sequence at a time."""
 
     name = "plain"
     capabilities = Capabilities(
@@ -41,11 +41,11 @@ class PlainBackend(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Compute every sequence from its cached rows, which include this step's tokens."""
+        """Compute each sequence from its cached keys and values, which include this step's tokens."""
         self.decode(q, cache, plan, out)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Compute every sequence from its cached rows; padding rows are skipped."""
+        """Compute each sequence from its cached keys and values; padding rows are skipped."""
         metadata, start = plan.metadata, 0
         for number, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens.tolist(), strict=True)):
             if kv_len:
@@ -99,7 +99,7 @@ class PlainBackend(AttentionBackend):
         return self.spec.sliding_window
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Return the softmax with sinks in its denominator."""
+        """Return the softmax of the scores, with the sinks in its denominator."""
         if self.spec.sinks is None:
             return scores.softmax(-1)
         sinks = torch.tensor(self.spec.sinks, device=scores.device)[:, None, None].expand(-1, scores.shape[1], 1)
@@ -264,10 +264,10 @@ _MISTAKES: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""Name -> attributes that override the plain backend's."""
+"""Name of a mistake -> attributes that override the plain backend's attributes."""
 
 PLANTED: dict[str, type[AttentionBackend]] = {
     name: type(name.title().replace("-", ""), (PlainBackend,), {"name": name, "__module__": __name__, **changes})
     for name, changes in _MISTAKES.items()
 }
-"""Nineteen incorrect attention backends, by name."""
+"""Nineteen incorrect attention backends, keyed by name."""

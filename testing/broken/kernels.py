@@ -1,5 +1,5 @@
-"""Reference kernels for states, linear layers and experts, written like the definition, and copies with one planted mistake
-each."""
+"""Reference kernels for states, linear layers and experts, written like their definitions, and variants with one planted
+mistake each."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class ReferenceLinear(LinearKernel):
         return dequantized(weight).t()
 
     def apply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Compute the GEMM."""
+        """Compute the GEMM of x and the prepared weight into `out`."""
         out.copy_(x.double() @ weight)
 
     def apply_fused(self, x: Tensor, weight: Tensor, parts: LinearParts, out: Tensor) -> None:
-        """Apply norm, GEMM, bias, activation and residual."""
+        """Compute norm, GEMM, bias, activation and residual sum into `out`."""
         rows = x.double()
         if parts.norm is not None:
             rows = rows * (rows.square().mean(1, keepdim=True) + parts.eps).rsqrt() * parts.norm.double()
@@ -73,7 +73,7 @@ class ReferenceLinear(LinearKernel):
 
 
 class ReferenceExperts(ExpertsKernel):
-    """MoE kernel that computes one expert after the other."""
+    """MoE kernel that computes one expert at a time in float64."""
 
     name = "reference-experts"
     capabilities = ExpertsCapabilities(
@@ -88,7 +88,7 @@ class ReferenceExperts(ExpertsKernel):
         return (*own, weights.gate_up_bias, weights.down_bias)
 
     def apply(self, x: Tensor, experts: Tensor, scores: Tensor, weights: tuple[Any, ...], out: Tensor) -> None:
-        """Add the weighted outputs of its experts to each token."""
+        """Add the weighted outputs of a token's experts to the token's row of `out`."""
         found, (ups, downs, up_bias, down_bias) = out.double(), weights
         for expert in range(self.spec.config.num_all):
             tokens, slots = self.pairs(experts, scores, expert)
@@ -98,11 +98,11 @@ class ReferenceExperts(ExpertsKernel):
         out.copy_(found)
 
     def pairs(self, experts: Tensor, scores: Tensor, expert: int) -> tuple[Tensor, ...]:
-        """Return the tokens of an expert and their slots."""
+        """Return the tokens routed to an expert, and their slots."""
         return (experts == expert).nonzero(as_tuple=True)
 
     def add(self, rows: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-        """Add the bias of an expert."""
+        """Return the rows with an expert's bias added."""
         return rows if bias is None else rows + bias[expert].double()
 
 
@@ -221,12 +221,12 @@ PLANTED_KERNELS: dict[str, type[Kernel]] = {
     for base, mistakes in ((ReferenceLinear, _LINEAR), (ReferenceExperts, _EXPERTS))
     for name, changes in mistakes.items()
 }
-"""Ten incorrect linear kernels and six incorrect MoE kernels, by name."""
+"""Ten incorrect linear kernels and six incorrect MoE kernels, keyed by name."""
 
 
 class PlainStates(StateBackend):
-    """State backend that computes one sequence and one token at a time. A captured plan is the step's metadata, read when it
-    runs."""
+    """State backend that computes one sequence and one token at a time. Its plan is the step's metadata, which is read when
+    the plan runs."""
 
     name = "plain-states"
     capabilities = StateCapabilities(
@@ -262,7 +262,7 @@ class PlainStates(StateBackend):
         self.scan(x, gates, parameters, cache, plan, out)
 
     def is_real(self, slot: int) -> bool:
-        """Return whether a slot belongs to a sequence."""
+        """Return whether a slot belongs to a sequence, not to padding."""
         return slot >= 0
 
     def begin(self, cache: StateCache, slot: int, context: int) -> SequenceState:
@@ -275,11 +275,11 @@ class PlainStates(StateBackend):
         )
 
     def advance(self, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
-        """Return one token's output and advance the state."""
+        """Return one token's output, and update the state in place."""
         return advance(self.spec, parameters, x, gates, state)
 
     def targets(self, plan: StateMetadata, row: int, tokens: int, length: int) -> list[int]:
-        """Return the slots to write a sequence's state to after `tokens` of its `length` new tokens."""
+        """Return the slots that receive a sequence's state after `tokens` of its `length` new tokens."""
         found = []
         if plan.step.num_decodes:
             found += plan.out_slots[row, tokens - 1 : tokens].tolist()
@@ -294,7 +294,7 @@ class PlainStates(StateBackend):
         return [slot for slot in found if self.is_real(slot)]
 
     def is_due(self, after: int, tokens: int, length: int) -> bool:
-        """Return whether a checkpoint requested after `after` tokens is written now."""
+        """Return whether a checkpoint requested after `after` tokens is written after `tokens` tokens."""
         return after == tokens
 
     def keep(self, cache: StateCache, slot: int, state: SequenceState) -> None:
@@ -395,4 +395,4 @@ PLANTED_STATES: dict[str, type[StateBackend]] = {
     name: type(name.title().replace("-", ""), (PlainStates,), {"name": name, "__module__": __name__, **changes})
     for name, changes in _MISTAKES.items()
 }
-"""Ten incorrect state backends, by name."""
+"""Ten incorrect state backends, keyed by name."""

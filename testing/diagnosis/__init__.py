@@ -1,1 +1,1 @@
-"""Diagnosis of a wrong answer: its likely cause."""
+"""Diagnosis of wrong kernel outputs: likely causes, locations and summaries."""

@@ -1,6 +1,6 @@
-"""Likely cause of a wrong attention answer: the float64 answer is computed with one mistake after another, until one matches.
+"""Likely cause of a wrong attention output: the float64 answer is computed with each known mistake until one matches.
 
-A mistake must reproduce the output of every wrong sequence and leave the correct ones unchanged. If two do, both are named.
+A mistake must reproduce the output of every wrong sequence and leave correct outputs unchanged. If two do so, both are named.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
 from headway.core.oracle.oracle import StepSequence, attend, distance, expected
 
 _CLEARLY = 0.25
-"""A mistake matches an answer if their distance is below this fraction of the distance from mistake to correct answer."""
+"""A mistake matches an output if their distance is below this fraction of the distance from mistake to correct answer."""
 _LONG = 600
-"""Maximum number of tokens of a sequence for which all mistakes can be tried quickly."""
+"""Maximum length in tokens of a sequence for which all mistakes can be tried quickly."""
 _PATIENCE = 3.0
-"""Maximum seconds for trying mistakes for a step."""
+"""Maximum time for trying mistakes on one step, in seconds."""
 _MAX_NAMED = 2
-"""Maximum number of mistakes to name if several give the same answer."""
+"""Maximum number of mistakes to name if several mistakes give the same answer."""
 _ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
-"""Relative errors below these result from factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
+"""Maximum relative errors that factors with 11 and with 8 significant bits explain (half a unit is 2.4e-4 and 2.0e-3)."""
 _QUIET = 0.1
-"""Fraction of the median error below which a row's error is too small to result from rounding."""
+"""Fraction of the median row error; a row with a smaller error is too accurate for rounding to be the cause."""
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """One sequence with a wrong output, and its step."""
+    """Sequence with a wrong output, and the step that computed it."""
 
     number: int
     """Index of the sequence in the step."""
     row: StepSequence
     out: Tensor
     layers: Sequence[StepSequence]
-    """This sequence in the step's other layers."""
+    """The wrong sequence in the step's other layers."""
     rows: Sequence[StepSequence]
-    """All sequences of the step, including this one."""
+    """All sequences of the step, including the wrong sequence."""
     answers: Sequence[Tensor]
     """Correct answer of each of `rows`."""
     part: slice
-    """Slice of `rows` in the same part of the step (prompts or decodes)."""
+    """Slice of `rows` with the sequences in the same part of the step (prompts or decodes)."""
     earlier: Sequence[int]
-    """kv_len of the same row in earlier steps and at capture."""
+    """kv_len of the row with the same index in earlier steps and at graph capture."""
     earlier_blocks: Sequence[tuple[int, ...]]
-    """Blocks of the same row in earlier steps."""
+    """Blocks of the row with the same index in earlier steps."""
     layouts: Sequence[CacheLayout]
 
     @property
     def right(self) -> Tensor:
-        """Correct answer."""
+        """Correct answer for the wrong sequence."""
         return self.answers[self.number]
 
     @property
@@ -81,7 +81,7 @@ class Wrong:
         return keys, values
 
     def attend(self, **changes: object) -> Tensor:
-        """Return the answer with changed arguments: `spec`, `q`, `keys`, `values`, `first`, or `future` of `oracle.attend`."""
+        """Return the answer with changed arguments of `oracle.attend`: `spec`, `q`, `keys`, `values`, `first` or `future`."""
         row, (keys, values) = self.row, self.kv
         right = {"spec": row.spec, "q": row.q, "keys": keys, "values": values, "first": row.context}
         return attend(**(right | changes))[0]  # type: ignore[arg-type]
@@ -91,13 +91,13 @@ class Wrong:
         return self.attend(spec=replace(self.row.spec, **changes))  # type: ignore[arg-type]
 
     def of_tokens(self, first: int, end: int, context: int) -> Tensor | None:
-        """Return the answer over a range of tokens only; None if the range is empty."""
+        """Return the answer over only a range of the cached and new tokens; None if the range is empty."""
         keys, values = self.kv
         return self.attend(keys=keys[first:end], values=values[first:end], first=context) if first < end else None
 
 
 Answers = Iterator[tuple[str, Tensor | None]]
-"""(description of a mistake, float64 answer with it); None if it gives no answer."""
+"""Pairs of a mistake's description and the float64 answer with that mistake, or None if the mistake does not apply."""
 
 
 def heads(wrong: Wrong) -> Answers:
@@ -150,7 +150,7 @@ def scores(wrong: Wrong) -> Answers:
 
 
 def positions(wrong: Wrong) -> Answers:
-    """Yield mistakes in visible tokens: the window, the context, the causal mask, the first and the newest token."""
+    """Yield mistakes in which tokens are visible: window, context, causal mask, first token and newest token."""
     row, spec, (keys, values) = wrong.row, wrong.row.spec, wrong.kv
     if (window := spec.sliding_window) is not None:
         yield "a window off by one (one key too many)", wrong.with_spec(sliding_window=window + 1)
@@ -175,7 +175,7 @@ def positions(wrong: Wrong) -> Answers:
 
 
 def stale(wrong: Wrong) -> Answers:
-    """Yield mistakes with lengths and blocks of an earlier step or another sequence, and tokens of another layer or sequence."""
+    """Yield mistakes that use lengths or blocks of an earlier step, or data of a different sequence or layer."""
     row = wrong.row
     for earlier in dict.fromkeys(wrong.earlier):
         if earlier != row.kv_len:
@@ -218,11 +218,11 @@ def places(wrong: Wrong) -> Answers:
 
 
 CONCEPTS: tuple[Callable[[Wrong], Answers], ...] = (heads, scores, positions, stale, places)
-"""Functions that yield mistakes, likeliest first."""
+"""Functions that yield mistakes, in descending order of likelihood."""
 
 
 def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float) -> str:
-    """Return the mistake that explains all wrong sequences of a step, or "" if none does. The wrong outputs must be finite.
+    """Return the mistake that explains all wrong sequences of a step; "" if no mistake does. Wrong outputs must be finite.
 
     fine: correct sequences of the step, which a mistake must leave unchanged.
     """
@@ -244,28 +244,27 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float) -> st
 
 
 def _answers_of(concept: Callable[[Wrong], Answers], wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
-    """Yield (description, answer) of mistakes that change the answer."""
+    """Yield (description, answer) for each mistake that changes the answer."""
     for name, answer in concept(wrong):
         if answer is not None and answer.shape == wrong.right.shape and not distance(answer, wrong.right) < 1e-9:
             yield name, answer
 
 
 def _telling(wrong: Wrong) -> int:
-    """Return how suitable a sequence is for trying mistakes: many keys, if they take little time."""
+    """Return the suitability of a sequence for trying mistakes: more keys are better, up to a length that is still fast."""
     row = wrong.row
     little = row.kv_len < _LONG and row.kv_len * row.query_len * row.spec.num_heads < _LONG**2
     return row.kv_len if little else -row.kv_len * row.query_len
 
 
 def _relative_distance(wrong: Wrong, answer: Tensor) -> float:
-    """Return the relative distance between an output and a mistake's answer. Values below float32's range may be zero."""
+    """Return the distance of the output from a mistake's answer, relative to the answer; infinite if the answer is all zeros."""
     size = max(float(answer.norm()), 1e-6 * float(wrong.right.norm()))
     return float((wrong.out.double() - answer).norm()) / size if bool(answer.any()) else math.inf
 
 
 def _explains(concept: Callable[[Wrong], Answers], name: str, wrong: Wrong, tolerance: float) -> bool:
-    """Return whether a mistake reproduces this sequence's output. An answer of zeros, if the mistake sees no key, counts as
-    well."""
+    """Return whether a mistake reproduces this sequence's output. Zeros also match a mistake that sees no key."""
     within = max(4 * tolerance, _CLEARLY * distance(wrong.out, wrong.right))
     return any(
         name == other and (_relative_distance(wrong, answer) if answer.any() else float(wrong.out.norm())) <= within
@@ -280,7 +279,7 @@ def _changes(concept: Callable[[Wrong], Answers], name: str, fine: Wrong, tolera
 
 
 def _precision(wrong: Sequence[Wrong]) -> str:
-    """Return the likely precision of float32 answers that are all nearly correct: the significant bits of the factors."""
+    """Return the likely number of significant bits of the factors, in words, if all float32 outputs are nearly correct."""
     errors = [float((each.out - each.right).norm() / (each.right - each.right.mean()).norm()) for each in wrong]
     if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8 or not _noisy(wrong):
         return ""
@@ -290,7 +289,7 @@ def _precision(wrong: Sequence[Wrong]) -> str:
 
 
 def _noisy(wrong: Sequence[Wrong]) -> bool:
-    """Return whether all rows have similar errors, as from rounding, and none is exact."""
+    """Return whether all rows have similar nonzero errors, as caused by rounding."""
     rows = [(each.out.double() - each.right).norm(dim=-1) / each.right.norm(dim=-1) for each in wrong if each.row.kv_len > 4]
     apart = torch.cat([each.flatten() for each in rows]) if rows else torch.ones(1)
     return float(apart.quantile(0.1)) > _QUIET * float(apart.median()) if len(apart) < 2**20 else True
@@ -311,7 +310,7 @@ def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
 
 
 def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
-    """Return the same memory read in another layout, or None if its sizes differ."""
+    """Return a cache's memory read in a different layout; None if that layout's sizes do not fit the memory."""
     if layout == cache.layout or set(layout.tensors) != set(cache.layout.tensors):
         return None
     empty = layout.allocate(cache.geometry, cache.k_scale, cache.v_scale)

@@ -1,4 +1,4 @@
-"""Location of errors: what wrong sequences have in common, wrong heads, rows and columns; likely cause of a wrong GEMM."""
+"""Location of errors: common properties of wrong sequences; wrong heads, rows and columns; likely cause of a wrong GEMM."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _MEASURES: dict[str, Callable[[StepSequence, int], int]] = {
     "those after the first {most:,} of the step": lambda row, number: number + 1,
 }
 _FEWEST = 3
-"""Minimum number of correct sequences below a limit for the limit to be named."""
+"""Minimum number of correct sequences below a length limit that is named as the cause."""
 _EXACT = 1e-3
 _LISTED = 3
 
 
 def wrong_sequences(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
-    """Return what exactly the wrong sequences of a step have in common; "" if all are wrong, or nothing is found."""
+    """Return the property that only the wrong sequences of a step share, in words; "" if all are wrong or there is none."""
     if not wrong or len(wrong) == len(rows):
         return ""
     for name, holds in _TRAITS.items():
@@ -73,7 +73,7 @@ def wrong_parts(outs: Sequence[Tensor], answers: Sequence[Tensor]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return numbers as text, with consecutive ones as ranges."""
+    """Return numbers as text, with runs of consecutive numbers as ranges."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number - 1:
@@ -85,16 +85,16 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 _ROWS = 7
-"""Minimum number of rows to detect that one column of x explains an error."""
+"""Minimum number of rows for detecting that a single column of x explains the errors."""
 _CLEARLY = 0.25
 """A mistake matches an answer if their distance is below this fraction of the distance from mistake to correct answer."""
 _ROUNDING = 0.2
-"""Maximum error of an element, relative to the size of its sum, for an answer to look rounded."""
+"""Maximum error of an element, relative to the magnitude of its sum, that is reported as rounding."""
 
 
 def guess_product(case: WeightCase, out: Tensor, wrong: Tensor) -> str:
-    """Return the likely cause of a wrong output, or the location of the errors. wrong: bool, same shape as `out`: wrong
-    elements."""
+    """Return the likely cause of a wrong output, or the location of the errors. wrong: bool, shape of `out`: True for
+    wrong elements."""
     places = _places(wrong)
     missed = (bits(out) == UNWRITTEN[out.dtype]).cpu()
     if bool(missed.any()):
@@ -111,7 +111,7 @@ def guess_product(case: WeightCase, out: Tensor, wrong: Tensor) -> str:
 
 
 def product_mistakes(case: WeightCase, found: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (mistake, float64 answer with it), likeliest first. found: the wrong answer, float64."""
+    """Yield (mistake, float64 answer with that mistake), likeliest first. found: the wrong output, float64."""
     if case.onto is not None:
         before = case.onto.cpu().double()
         yield "overwrites `out`, to which it must add", case.right - before
@@ -136,7 +136,7 @@ def product_mistakes(case: WeightCase, found: Tensor) -> Iterator[tuple[str, Ten
 
 
 def _unscored(case: WeightCase) -> Tensor:
-    """Return the answer of experts without their scores."""
+    """Return the answer of an MoE layer that ignores the experts' scores."""
     assert case.config is not None
     assert case.onto is not None
     cpu = torch.device("cpu")
@@ -145,7 +145,7 @@ def _unscored(case: WeightCase) -> Tensor:
 
 
 def _of_codes(weight: Int4Weight) -> Iterator[tuple[str, Weight]]:
-    """Yield (mistake in reading int4 weights, misread weight)."""
+    """Yield (mistake in reading an int4 weight, weight as misread)."""
     zeros = torch.full_like(weight.scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     for by in (1, -1):
         yield f"zeros off by {by:+d}", replace(weight, zeros=zeros + by)
@@ -165,7 +165,7 @@ def _of_codes(weight: Int4Weight) -> Iterator[tuple[str, Weight]]:
 
 
 def _places(wrong: Tensor) -> str:
-    """Return the wrong rows and columns in words; "" if all are wrong."""
+    """Return the wrong rows and columns, in words; "" if all elements are wrong."""
     words = []
     for axis, name in ((1, "rows"), (0, "columns")):
         bad = wrong.any(axis)

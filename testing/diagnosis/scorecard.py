@@ -1,4 +1,4 @@
-"""A report as text for the terminal, one line per check, and as an SVG badge."""
+"""Rendering of a report: text for the terminal, one line per check, and an SVG badge."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from headway.testing.kit.report import CellResult, CheckReport, Status
 _MARKS: dict[Status, tuple[str, str]] = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "dim")}
 _NAME = 10
 _SHOWN = 8
-"""Maximum number of failures shown in words, one of each kind. The others are counted; the JSON file has all of them."""
+"""Maximum number of failures shown in words, one of each kind. Other failures are counted; the JSON file has all of them."""
 _UNEXPLAINED = 3
-"""Maximum number of failures shown of a kind without a likely cause."""
+"""Maximum number of failures of one kind shown without a likely cause."""
 _RAISED = re.compile(r"(\w+: .*)(\(\S+\.py:\d+\))$")
-"""The exception and its location, at the end of a failure's reason."""
+"""Pattern for the exception and its location at the end of a failure's reason."""
 
 
 def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) -> Iterator[Text]:
-    """Yield the lines of a report. about: check -> description."""
+    """Yield the lines of a report. about: name of a check -> its description."""
     how = " under Triton's interpreter" if report.machine.interpreted else ""
     layers = f" with the layers of {report.model}" if report.model else ""
     title = f"{report.subject} on {report.machine.device}{how}{layers}: {report.machine.name}, torch {report.machine.torch}"
@@ -98,7 +98,7 @@ def _failure(report: CheckReport, cell: CellResult, width: int) -> Iterator[Text
 
 
 def command(report: CheckReport, cell: CellResult) -> str:
-    """Return the command that runs exactly this cell."""
+    """Return the command line that runs only this cell."""
     device = f" --device {report.machine.device}" if report.machine.device != "cpu" else ""
     target = f" {report.target}" if not report.target.startswith("layout ") else ""
     layout = f" --layout {cell.layout}" if cell.check == "layout" else ""
@@ -108,10 +108,10 @@ def command(report: CheckReport, cell: CellResult) -> str:
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:
-    """Return what distinguishes wrong answers from correct ones.
+    """Return patterns that distinguish cells with wrong answers from cells with correct answers, in words.
 
-    First, axes on which they share no value, those with the fewest values; else two values that only wrong answers combine; else
-    what all wrong answers have, if that is unlikely by chance.
+    The first choice is axes on which the two groups share no value, the axes with the fewest values first. Else, two values that
+    only wrong answers combine. Else, a value common to all wrong answers, if this is unlikely to be chance.
     """
     tried = [cell for cell in cells if cell.check in ("answer", "long", "graph")]
     bad = [cell for cell in tried if cell.status == "failed"]
@@ -130,13 +130,13 @@ def patterns(cells: Sequence[CellResult]) -> list[str]:
 
 _AXES = ("check", "phase", *AXES, *INPUTS)
 _FEWEST = 3
-"""Minimum number of wrong answers for a pattern."""
+"""Minimum number of wrong answers from which a pattern is derived."""
 _CHANCE = 1e-3
-"""Probability below which a value shared by all wrong answers is not chance."""
+"""Maximum probability of a coincidence at which a value shared by all wrong answers is reported."""
 
 
 def _pairs(bad: Sequence[CellResult], good: Sequence[CellResult]) -> list[str]:
-    """Return a pair of values that all wrong answers have, and no correct one."""
+    """Return a pair of values that all wrong answers and no correct answers have, in words."""
     shared = [(axis, values.pop()) for axis in _AXES if len(values := {getattr(cell, axis) for cell in bad}) == 1]
     found = []
     for (one, first), (other, second) in combinations(shared, 2):
@@ -146,7 +146,7 @@ def _pairs(bad: Sequence[CellResult], good: Sequence[CellResult]) -> list[str]:
 
 
 def _common(bad: Sequence[CellResult], tried: Sequence[CellResult]) -> list[str]:
-    """Return the value, or lower bound, that all wrong answers and the fewest others have."""
+    """Return the value or lower bound that all wrong answers and the fewest correct answers have, in words."""
     found: list[tuple[float, str]] = []
     for axis in _AXES:
         values = {getattr(cell, axis) for cell in bad}
@@ -163,7 +163,7 @@ def _common(bad: Sequence[CellResult], tried: Sequence[CellResult]) -> list[str]
 
 
 def badge(report: CheckReport) -> str:
-    """Return the result as an SVG badge in the style of shields.io."""
+    """Return the report's result as an SVG badge in the style of shields.io."""
     failed, done = len(report.failed), len(report.cells)
     kind = "quick" if report.quick else "full"
     if failed:
@@ -185,8 +185,8 @@ def badge(report: CheckReport) -> str:
 
 
 def _kinds(failed: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Return failures grouped by exception and location, else by check and cause without its parameters, in order of
-    appearance."""
+    """Return failures grouped by exception and location, else by check and cause without parameters, in order
+    of appearance."""
     kinds: dict[tuple[str, str], list[CellResult]] = {}
     for cell in failed:
         raised = _RAISED.search(cell.reason)

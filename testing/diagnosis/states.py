@@ -1,6 +1,6 @@
-"""Judgement of a state step: every row, every written slot, and every bit that must not change; and the likely cause of errors.
+"""Checks of a state step: every row, written slot and bit that must not change; and the likely cause of errors.
 
-The likely cause is found by computing the float64 answer with one mistake after another, until one matches.
+To find the likely cause, the float64 answer is computed with each known mistake until one matches.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from headway.core.oracle.steps import same_bits
 _CLEARLY = 0.25
 """A mistake matches a result if their distance is below this fraction of the distance from mistake to correct answer."""
 _PATIENCE = 4.0
-"""Maximum seconds for trying mistakes."""
+"""Maximum time for trying mistakes on one step, in seconds."""
 _MAX_NAMED = 2
-"""Maximum number of mistakes to name if several give the same answer."""
+"""Maximum number of mistakes to name if several mistakes give the same answer."""
 _CHUNKS = (64, 16, 32, 128, 8, 256, 512, 1024)
 Mistakes = Iterator[tuple[str, Rules]]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Results of a backend for some sequences of a step: their outputs, or one state."""
+    """Results of a backend for some sequences of a step: the outputs of these sequences, or one state."""
 
     rows: Sequence[int]
     """Indices of the sequences to compute."""
     parts: Callable[[StateAnswer], list[Tensor]]
-    """Returns the parts of an answer that correspond to `found`."""
+    """Function that returns the parts of an expected answer that correspond to `found`."""
     found: list[Tensor]
 
 
 def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
-    """Return the mistake that reproduces the wrong results and leaves the correct ones unchanged, or "" if none does.
+    """Return the mistake that reproduces the wrong results and leaves the correct results unchanged; "" if no mistake does.
 
-    case: the case before the step. fine: correct results. tolerance: maximum relative error of a correct answer.
+    case: the case before the step. wrong, fine: wrong and correct results. tolerance: maximum relative error of a correct answer.
     """
     until, found = time.monotonic() + _PATIENCE, list[tuple[float, str]]()
     expected = wrong.parts(answer(case, rows=wrong.rows))
@@ -62,7 +62,7 @@ def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
 
 
 def _remaining_distance(found: Sequence[Tensor], mistaken: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest remaining distance relative to the allowed one; at most 1 if the mistake explains all parts."""
+    """Return the largest ratio of a part's distance to the allowed distance; at most 1 if the mistake explains all parts."""
     shares = []
     for got, other, want in zip(found, mistaken, expected, strict=True):
         if other.shape != want.shape:
@@ -214,7 +214,7 @@ def _of(part: Tensor | None) -> Tensor:
 
 
 ROW_FACTOR = 8.0
-"""Factor on the tolerance for one sequence or state: fewer values scatter more than a whole step."""
+"""Factor on the tolerance for a single sequence or state, whose error varies more than that of a whole step."""
 
 
 @dataclass(frozen=True)
@@ -223,28 +223,28 @@ class Judge:
 
     case: StateCase
     earlier: StateCase
-    """The case with copies of everything that a step may change."""
+    """Copy of the case from before the step, including everything that the step may change."""
     expected: StateAnswer
 
     @classmethod
     def of(cls, case: StateCase) -> Judge:
-        """Return the judge of a case that has not run yet."""
+        """Return the judge for a case that has not been run."""
         tensors = {name: tensor.clone() for name, tensor in case.cache.tensors.items()}
         cache = StateCache(tensors, case.cache.layout, case.cache.spec)
         earlier = replace(case, cache=cache, x=case.x.clone(), gates=[gate.clone() for gate in case.gates])
         return cls(case, earlier, answer(earlier))
 
     def run(self, backend: StateBackend) -> Tensor:
-        """Run the step with a backend, judge it, and return the output.
+        """Run the step with a backend, check the results, and return the output.
 
-        :raises Finding: if anything is wrong.
+        :raises Finding: if a result is wrong, or memory changed that must not.
         """
         out = run_states(backend, self.case)
         self.judge(out, type(backend).tolerance)
         return out
 
     def judge(self, out: Tensor, tolerance: Mapping[torch.dtype, float]) -> None:
-        """Compare the output and the written states with the expected ones.
+        """Compare the output and the written states with the expected output and states.
 
         :raises Finding: for the first error, with the numbers and the likely cause.
         """
@@ -307,7 +307,7 @@ class Judge:
         return f"sequence {row} ({length} new tokens after {step.kv_lens[row] - length})"
 
     def _first_wrong_output(self, got: Tensor, want: Tensor, tolerance: float) -> str:
-        """Return the first wrong token and head, and its element with the largest error, in words."""
+        """Return the first wrong token and head, and the element with the largest error there, in words."""
         spec = self.case.spec
         heads = (spec.num_heads, spec.value_dim) if spec.recurrent else (spec.conv_channels, 1)
         got, want = (torch.unflatten(rows, -1, heads) for rows in (got, want))
@@ -395,13 +395,13 @@ _OLD = "reads the slot's old content: begins with what the slot holds where ther
 _NAN = "NaN, or rows not written"
 _SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _DISTINCT = 8
-"""Minimum number of different values to infer their type."""
+"""Minimum number of distinct values from which the dtype that they were rounded to is inferred."""
 _MOST_TOKENS = 400
-"""Maximum number of tokens of a sequence along which a state is searched."""
+"""Maximum length in tokens of a sequence that is searched for the token after which a state occurs."""
 
 
 def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState]]:
-    """Yield (number of new tokens, state after them) for one sequence, starting at 1."""
+    """Yield (number of new tokens, state after these tokens) for one sequence, starting with 1 token."""
     length, start = case.metadata.step.query_lens[row], int(case.metadata.step.query_start_loc_cpu[row])
     if int(case.metadata.slots_cpu[row]) < 0 or length > _MOST_TOKENS:
         return
@@ -413,7 +413,7 @@ def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState
 
 
 def _shared(wrong: Sequence[int], fine: Sequence[int], lens: Sequence[int]) -> str:
-    """Return what only the wrong sequences have in common, in words; "" if nothing, or if no sequence is correct."""
+    """Return the property that only the wrong sequences share, in words; "" if there is none, or no sequence is correct."""
     if fine and min(wrong) > max(fine):
         return f"right up to sequence {max(fine)} of the step: a size that is too small, or programs that are not launched"
     if fine and min(lens[row] for row in wrong) > (most := max(lens[row] for row in fine)):
@@ -426,7 +426,7 @@ def _usual(sizes: Tensor) -> float:
 
 
 def _first(errors: Tensor, tolerance: float) -> tuple[int, int]:
-    """Return the first index in errors [n, m] beyond the tolerance, else that of the largest error."""
+    """Return the first index in errors [n, m] whose error exceeds the tolerance, else the index of the largest error."""
     errors = errors.nan_to_num(torch.inf)
     beyond = (errors > tolerance).nonzero()
     row, column = beyond[0].tolist() if len(beyond) else divmod(int(errors.argmax()), errors.shape[1])

@@ -1,1 +1,1 @@
-"""The conformance kit: tests of a kernel against the contract."""
+"""Conformance kit: tests of a kernel against the contract."""

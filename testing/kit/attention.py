@@ -1,4 +1,4 @@
-"""Attention backends in the kit: the cells of a backend, the session of a cell, and the backends that run its parts."""
+"""Attention backends in the kit: a backend's cells, a cell's session, and the backends that run the parts of its steps."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ ODD_HEAD_DIMS = (24, 72, 77, 80, 576)
 
 
 class AttentionStage(Stage[AttentionSubject, CheckCell]):
-    """An attention backend under test, what it claims, and its sessions."""
+    """Attention backend under test, with the layers that it claims and its sessions."""
 
     cell = CheckCell
 
     def __init__(self, subject: AttentionSubject, layers: Mapping[str, ModelLayer]) -> None:
-        """layers: name -> layer of the model that the subject is tested with; empty: the kit's own layers."""
+        """layers: name -> layer of the model to test the subject with. Empty means the kit's own layers."""
         super().__init__(subject)
         self._layers = layers
 
     @property
     def layouts(self) -> Mapping[str, CacheLayout]:
-        """All registered layouts."""
+        """All registered layouts, keyed by name."""
         return self.subject.layouts
 
     @cached_property
@@ -55,8 +55,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
 
     @property
     def poison(self) -> float:
-        """Value of slots without a token: NaN, or a large number if the subject declares that it multiplies such slots by
-        zero."""
+        """Value of slots without a token: NaN, or a large number if the subject declares that it multiplies these slots
+        by zero."""
         return FINITE_POISON if self.subject.claims.reads_whole_blocks else math.nan
 
     def backend(self, cell: CheckCell, name: str = "") -> AttentionBackend:
@@ -73,8 +73,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         extra_tokens: int = 0,
         spec: AttentionSpec | None = None,
     ) -> Session:
-        """Return a session with room for steps of these lengths. The subject runs the parts that it supports, the baseline the
-        others.
+        """Return a session with room for steps of these lengths. The subject runs the parts that it supports, and the baseline
+        runs all others.
 
         spec: layer to use instead of the cell's.
 
@@ -96,7 +96,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return session
 
     def parts(self, cell: CheckCell) -> tuple[str, str]:
-        """Return the names of the backends for the two parts of a step: the subject if it claims the layer, else the baseline."""
+        """Return the backend's name for each of a step's two parts: the subject if it claims the layer, else the baseline."""
         spec = self.claimed.spec(cell)
         prefills = PHASES[cell.phase] - {Phase.DECODE} if cell.phase in PHASES else {Phase.PREFILL, Phase.EXTEND}
         first = all(self.subject.supports(spec, cell.layout, cell.block_size, phase) for phase in prefills)
@@ -113,7 +113,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         raise Skipped.refused(support)
 
     def cells(self, quick: bool = False) -> list[CheckCell]:
-        """Return the cells of a backend. quick: cover each value once instead of each pair."""
+        """Return the cells of a backend. quick: True to cover each value once instead of each pair of values."""
         claimed = self.claimed
         if self._layers:
             sizes = self.block_sizes
@@ -146,11 +146,11 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return list(dict.fromkeys(cells))
 
     def answers(self, cell: CheckCell) -> list[Support]:
-        """Return the support for a cell's layer in all of its phases, combined."""
+        """Return one `Support` for a cell's layer, which covers all phases of the cell's steps."""
         return [self.claimed.support(cell, cell.phase)]
 
     def once(self, cell: CheckCell) -> Callable[[], list[Tensor]]:
-        """Return a function that repeats the first step of a phase, and returns the outputs of its layers."""
+        """Return a function that repeats a phase's first step, and returns the outputs of all layers."""
         session, step = self._first_step(cell)
 
         def run() -> list[Tensor]:
@@ -162,7 +162,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return run
 
     def many(self, cell: CheckCell) -> Callable[[int], None]:
-        """Return a function that runs steps with changing lengths, in which only the backend could accumulate memory."""
+        """Return a function that runs N steps with changing lengths, in which only the backend could accumulate memory."""
         lens: Lens = [(8, 30, 0), (12, 0, 0), (1, 40, 0), (1, 20, 0)]
         session, numbers = self.session(cell, [lens] * 2, extra_tokens=4 * cell.block_size), count(1)
 
@@ -176,7 +176,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return steps
 
     def launches(self, cell: CheckCell) -> tuple[str, Callable[[], object]]:
-        """Return a function that runs the layers of a planned step."""
+        """Return the names of the backend's calls, and a function that runs the layers of a planned step."""
         session, step = self._first_step(cell)
         session.run(step)  # compiles
         session.begin(step)
@@ -188,7 +188,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return session, session.lay_out(open_all(session, lens))
 
     def layout_cells(self, name: str) -> list[CheckCell]:
-        """Return the cells of a layout: block sizes, odd head dimensions and every dtype."""
+        """Return the cells of a layout, which cover block sizes, odd head dimensions and every dtype."""
         sizes, dims = (1, 8, 16, 24, 256), (64, 128, *ODD_HEAD_DIMS)
         cells = [CheckCell("layout", layout=name, block_size=size) for size in sizes]
         cells += [
@@ -209,7 +209,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
     def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:
         """Return the log-sum-exp cells of every dtype and feature, in every phase.
 
-        quick: one phase with several new tokens and one with a single one, alternating; the simplest layer in all phases.
+        quick: True for two phases per layer, one with several new tokens and one with a single token; simplest layer in all.
         """
         if not self.subject.claims.lse:
             return []
@@ -223,8 +223,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return deal(found, MOST_QUICK_WORK, self._accepts)
 
     def _siblings(self) -> list[CheckCell]:
-        """Return cells for the layer with the most features, and with each cache dtype, in the phase that includes most
-        others."""
+        """Return cells for the layer with the most features, and with each cache dtype, in the phase that covers most
+        other phases."""
         found, features = [], self.claimed.values["feature"]
         cached = [(f"{name}-together", name) for name in CACHE_TYPES]
         plain = [str(name) for name in features if name not in {*chain.from_iterable(cached)}]
@@ -243,13 +243,13 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [cell.plain("shared", phase=phase) for phase, cell in cells if cell is not None]
 
     def _at_a_distance(self) -> list[CheckCell]:
-        """Return cells for features that depend on the distance of keys, at distances beyond a thousand."""
+        """Return cells for features that depend on the distance between query and key, at distances beyond 1,000 tokens."""
         features = ("alibi", "window-1024", "sinks", "softcap")
         plain = [(phase, self.claimed.plainest(phase, feature=name)) for name in features for phase in ("decode", "extend")]
         return [cell.plain("answer", phase=phase, work="tables") for phase, cell in plain if cell is not None]
 
     def _sums_of_many(self, quick: bool) -> list[CheckCell]:
-        """Return cells with thousands of equal weights, and with one dominant key, in dtypes whose sums lose small terms."""
+        """Return cells with thousands of equal weights, and with one dominant key, in dtypes in which sums lose small terms."""
         shorts = [name for name in DTYPES if name != "float32"]
         plain = [(phase, self.claimed.plainest(phase, dtype=dtype)) for dtype in shorts for phase in ("decode", "extend")]
         cells = [cell.plain("answer", phase=phase, work="deep") for phase, cell in plain if cell is not None]
@@ -257,7 +257,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [cell for each in found for cell in [cell for cell in each if possible(cell)][: 1 if quick else None]]
 
     def _deep(self, rows: list[tuple[CheckCell, frozenset[str]]]) -> list[CheckCell]:
-        """Return checks with many steps, for layers that cover every value and first for the simplest."""
+        """Return cells of checks with many steps: for the simplest layer first, then for layers that cover every value."""
         claimed = self.claimed
         cells: list[CheckCell] = []
         plain = {phase: claimed.plainest(phase) for phase in PHASES}
@@ -271,7 +271,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [*cells, whole.plain("thousand"), whole.plain("memory")]
 
     def _many_steps(self, cell: CheckCell, phases: frozenset[str]) -> list[CheckCell]:
-        """Return the checks of a layer with many steps. phases: phases (of PHASES) in which the subject supports it."""
+        """Return a layer's cells of checks with many steps. phases: names in PHASES of the phases that the subject supports."""
         said, backend = self.subject.claims, self.subject.backend
         graph_phases = ("decode", "verify") if backend.captures(2) else ("decode",)
         cells = [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
@@ -294,10 +294,10 @@ def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
 
 
 def open_all(session: Session, lens: Lens, like: Sequence[SequencePart] = ()) -> list[SequencePart]:
-    """The sequences of a step, their contexts cached; the second and third of several blocks share blocks of the first.
+    """Return the sequences of a step with cached contexts; the second and third longer sequences share blocks of the first.
 
-    like: turns with open sequences. Each new sequence shares every full context block with the sequence of its row, as after a
-    prefix cache hit.
+    like: parts with open sequences. Each new sequence shares every full context block with the sequence in the same row, as
+    after a prefix cache hit.
     """
     work: list[SequencePart] = []
     first: Tokens | None = None
@@ -313,18 +313,18 @@ def open_all(session: Session, lens: Lens, like: Sequence[SequencePart] = ()) ->
 
 
 def close_all(session: Session, seqs: Sequence[Tokens]) -> None:
-    """Free all blocks of some sequences; shared blocks once."""
+    """Free all blocks of some sequences; a shared block is freed once."""
     session.close(Tokens(sorted({block for seq in seqs for block in seq.blocks})))
 
 
 def sequences(work: StepWork) -> list[Tokens]:
-    """The sequences of a step's turns."""
+    """Return the sequences of a step's parts."""
     return [turn.seq for turn in work]
 
 
 def without_stray_reads(run: Callable[[AttentionStage, CheckCell, float], None]) -> Callable[[AttentionStage, CheckCell], str]:
-    """Return a check made from a function of the poison value. If NaN results, it runs again with zeros in the slots without a
-    token, and the finding reports the difference."""
+    """Return a check made from `run`, which gets the poison value. If the result is NaN, the check runs again with zeros in slots
+    without a token, and the finding reports the difference."""
 
     @wraps(run)
     def check(stage: AttentionStage, cell: CheckCell) -> str:

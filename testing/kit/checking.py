@@ -1,4 +1,4 @@
-"""Check of one subject: its cells are listed in a child process, distributed over child processes, and collected in a report."""
+"""Check of one subject: a child process lists the cells, child processes run them, and the results become a report."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ class Wanted:
     """Options of a run of the kit."""
 
     target: str = ""
-    """A backend's name, broken:NAME, or FILE.py:CLASS; with the prefix states:, linear: or experts: for another kind."""
+    """Backend name, broken:NAME or FILE.py:CLASS; a prefix (states:, linear:, experts:) selects a kind other than attention."""
     device: str = "cpu"
     quick: bool = False
     layout: str = ""
-    """Layout whose writer, check and gather are tested instead of a backend."""
+    """Name of a layout whose writer, check and gather are tested instead of a backend."""
     only: str = ""
     """Names of checks, separated by commas; "" means all."""
     cell: str = ""
     """Name of the only cell to run."""
     in_process: bool = False
-    """Whether to run the cell in this process, where its output is visible and a debugger works. A crash ends the process."""
+    """True to run the cell in this process, where its output is visible and a debugger works. A crash ends the process."""
     jobs: int = 1
     timeout: float = 0.0
-    """Maximum seconds per cell; 0 means `cell_timeout`."""
+    """Time limit per cell in seconds; 0 means the result of `cell_timeout`."""
     plugins: tuple[str, ...] = ()
     """Plugin files to register in addition to the installed plugins."""
     sanitizer: str = ""
-    """Path of compute-sanitizer to run the cells under; "" means none."""
+    """Path of compute-sanitizer, under which the cells run; "" means no sanitizer."""
     model: str = ""
-    """A config.json or a model's name, whose layers replace the kit's own."""
+    """Path of a config.json, or name of a model, whose layers replace the kit's own; "" means the kit's own."""
     stop_at_failure: bool = False
-    """Whether to end the run at the first cell that fails."""
+    """True to end the run at the first cell that fails."""
     guesses: bool = True
-    """Whether failures include a likely cause, which may take longer to find than the cell takes."""
+    """True if failures include a likely cause, which may take longer to find than the cell takes to run."""
 
 
 def brought_kernels(plugins: Sequence[str], device: str = "cpu") -> list[str]:
-    """Return the targets of all kernels that plugin files register. Another process imports the files.
+    """Return the targets of all kernels that plugin files register. A child process imports the files.
 
     :raises ConfigError: if a file does not load, or registers no kernel.
     """
@@ -66,10 +66,10 @@ def check(
     tell: Callable[[CellResult], None] = lambda result: None,
     trial: Trial | None = None,
 ) -> CheckReport:
-    """Run a check and return its report. Ctrl-C ends the run and keeps the results so far.
+    """Run a check and return its report. Ctrl-C ends the run, and the report has the results so far.
 
-    start: called with the number of cells. tell: called with each result. trial: how a start tries plugins, for the check
-    `process`; None skips that check.
+    start: called with the number of cells. tell: called with each result. trial: function that tries plugins as a start does,
+    for the check `process`; None skips this check.
 
     :raises HeadwayError: if the subject, check, layout or cell does not exist.
     """
@@ -151,5 +151,5 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
 
 
 def _version(owner: str) -> str:
-    """Return the version of the distribution that provides a backend; an entry point's owner is its name and version."""
+    """Return the version of the distribution that provides a backend. owner: for an entry point, the name and version."""
     return Origin.here().version if owner == "built-in" else owner

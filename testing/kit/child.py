@@ -1,6 +1,6 @@
 """`python -m headway.testing.kit.child TARGET DEVICE THREADS MODEL PLUGIN...`: child process that runs cells of a subject.
 
-Each answer is one line of JSON. The subject's output goes to stderr; a crash ends only this process.
+Each response is one line of JSON. The subject's output goes to stderr; a crash ends only this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headway.testing.kit.subject import brought_by
 
 
 def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
-    """Answer requests until the input ends. model: model whose layers are tested; "" means the kit's own."""
+    """Respond to requests until the input ends. model: model whose layers are tested; "" means the kit's own layers."""
     replies = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
@@ -41,7 +41,7 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
 
 
 def _lost_gpu(device: str) -> str:
-    """Return the error that makes the GPU unusable for this process, such as an illegal memory access; "" if there is none."""
+    """Return the error that makes the GPU unusable for this process, such as an illegal memory access; "" if none does."""
     if device != "cuda":
         return ""
     try:

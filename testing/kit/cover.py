@@ -1,6 +1,6 @@
 """Selection of the layers that a backend is tested with: a covering set of what it claims.
 
-The full product has some 40,000 combinations for a backend that supports everything. Kernel faults depend on one value or a pair
+For a backend that supports everything, there are about 40,000 combinations of values. Kernel faults depend on one value or a pair
 (a block size with a head_dim, a window with a phase). Every pair of claimed values is therefore tested in every phase, with few
 distinct layers, because a kernel is compiled for each: greedy covering by (phase, pair).
 """
@@ -48,23 +48,23 @@ _FEATURES = {"sliding_window": "window", "softcap": "softcap", "alibi_slopes": "
 _QUICK, _WHOLE = 5, 14
 """Number of cells per layer and phase: quick covers every kind of work once, full covers every kind of work and scores twice."""
 MOST_QUICK_WORK, MOST_WORK = 6e7, 4e8
-"""Work limits as for other cells (`inputs`); the layers of one model are few and large."""
+"""Work limits of a model's layers, as in `core.oracle.inputs`, but higher in the whole kit: the layers are few and large."""
 
 Place = tuple[str, int]
-"""(layout name, block size)."""
+"""Pair of a layout's name and a block size."""
 
 
 @dataclass(frozen=True)
 class ModelLayer:
-    """Layers of a model that share one spec."""
+    """Group of a model's layers that have the same spec."""
 
     name: str
-    """Number of the first of these layers, as in a cell's name; with the suffix `-expanded` for prompts of latent attention
+    """Index of the group's first layer, as in a cell's name; with the suffix `-expanded` for prompts of latent attention
     (MLA)."""
     spec: AttentionSpec
     numbers: tuple[int, ...]
     of: int
-    """Number of layers of the model."""
+    """Number of layers in the model."""
     phases: frozenset[Phase]
     """Phases in which the engine uses the spec."""
 
@@ -75,7 +75,7 @@ class ModelLayer:
 
     @property
     def cell(self) -> CheckCell:
-        """Cell of the layer for the check `serves`; other cells copy its values."""
+        """Cell of the check `serves` for the layer; the layer's other cells copy its values."""
         return CheckCell(
             "serves",
             head_dim=self.spec.head_dim,
@@ -115,10 +115,10 @@ def layer_cells(
     quick: bool,
     many_steps: Callable[[CheckCell, frozenset[str]], list[CheckCell]],
 ) -> Iterator[CheckCell]:
-    """Yield the cells of a layer: its support and, if the subject supports it, answers with demanding inputs and checks with many
+    """Yield the cells of a layer: its support and, if the subject supports it, answers for demanding inputs and checks with many
     steps.
 
-    many_steps: returns those cells for a layer and the phases (of PHASES) in which it is supported.
+    many_steps: function that returns the cells with many steps, for a layer and its supported phases (names in PHASES).
     """
     yield layer.cell
     served = _served(layer, subject, block_sizes)
@@ -139,10 +139,10 @@ def layer_cells(
 
 
 def layer_support(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
-    """Return in which phases a subject supports a layer, and the reasons for the others.
+    """Return the phases in which a subject supports a layer, in words, and the reasons for the unsupported phases.
 
     :raises Skipped: if no phase is supported, with the reasons.
-    :raises Finding: if a reason does not say what is needed and what was got.
+    :raises Finding: if a reason does not state what is needed and what was got.
     """
     yes, no = [], []
     for phase in (phase for phase in Phase if phase in layer.phases):
@@ -166,12 +166,12 @@ def _said(refusals: list[tuple[str, str]]) -> str:
 
 
 def _places(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> list[Place]:
-    """Return the (layout, block size) pairs that can hold the layer, layouts alternating so that a few cells cover all."""
+    """Return the (layout, block size) pairs that can hold the layer, with alternating layouts, so that a few cells cover all."""
     return [(name, size) for size in block_sizes for name, layout in subject.layouts.items() if layout.check(layer.spec, size)]
 
 
 def _served(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> dict[Place, frozenset[str]]:
-    """Return (layout, block size) -> phases (of PHASES) that the subject supports and the engine uses."""
+    """Return (layout, block size) -> phases (names in PHASES) that the subject supports and the engine uses."""
     found = {}
     for name, size in _places(layer, subject, block_sizes):
         taken = {phase for phase in layer.phases if layer.support(subject, name, size, phase)}
@@ -181,7 +181,7 @@ def _served(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int
 
 
 def _feature(spec: AttentionSpec) -> str:
-    """Return the layer's feature as a word of cells.FEATURES."""
+    """Return the name in cells.FEATURES of the layer's feature."""
     names = [_FEATURES[name] for name in _FEATURES if name in spec.features]
     if spec.value_in_key:
         return "latent"
@@ -192,25 +192,25 @@ def _feature(spec: AttentionSpec) -> str:
 
 Value = str | int
 Row = tuple[CheckCell, frozenset[str]]
-"""(layer, phases in which it is tested)."""
+"""Pair of a layer, as a cell, and the phases in which the layer is tested."""
 BLOCK_SIZES = (16, 8, 64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LATENT_DIM = 576
-"""Head dimension of DeepSeek's MLA, tested only if values may be a part of the keys."""
+"""Head dimension of DeepSeek's MLA, tested only if values may be part of the keys."""
 MOST_OWN_DIMS = 4
 """Maximum number of head dimensions besides HEAD_DIMS to test. If a backend lists more, only the smallest and the largest are
 tested."""
 GROUPS = (4, 1, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
 UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
-"""Values that no backend claims, and all must refuse."""
+"""Axis -> value that no backend claims and every backend must refuse."""
 OTHERS: dict[str, tuple[int, ...]] = {
     "block_size": (32, 24),
     "head_dim": (48, 72, 100, 112, 144, 160, 192, 512),
     "group": (2, 3, 5, 6, 12, 16, 32),
 }
-"""Further values, including some of real models. Each must be refused with reasons, or is tested in every phase with a few
-layers."""
+"""Axis -> further values, some from real models. Each value must be refused with reasons, or is tested in every phase with a
+few layers."""
 _SEARCHED: dict[str, tuple[Value, ...]] = {
     "feature": ("none", *CACHE_TYPES, "latent", "v_head_dim", "longer_v", *BIDIRECTIONAL),
     "block_size": (16, 1, 4, *range(8, 136, 8), 256, 512),
@@ -219,43 +219,43 @@ _SEARCHED: dict[str, tuple[Value, ...]] = {
     "group": tuple(range(1, 17)),
     "head_dim": tuple(range(8, 264, 8)),
 }
-"""Values to search for an accepted layer if no combination of the usual ones is accepted."""
+"""Axis -> values to search for an accepted layer if no combination of the usual values is accepted."""
 MANY_HEADS: dict[str, tuple[int, ...]] = {"latent": (128, 96), "none": (71, 64)}
-"""Feature -> query heads per kv head, more than one tile of a kernel holds: tests with few heads do not cover the code for
-several tiles. 128: DeepSeek-V3; 71: Falcon-7B; 96 is not a power of two; 64 fills a tile. Each is tested if the backend accepts
-it, and must else be refused with reasons."""
+"""Feature -> numbers of query heads per kv head that exceed or fill a kernel's tile: few heads do not test several tiles.
+128: DeepSeek-V3; 71: Falcon-7B; 96 is not a power of two; 64 fills a tile. Each number is tested, or must be refused with
+reasons."""
 _LAYER_AXES = len(AXES) - AXES.index("head_dim")
 """Number of trailing AXES that define a cell's layer. The other axes define its cache."""
 _MOST_PHASES = (4, 2)
-"""Number of phases in which the first and the second of these values are tested."""
+"""Number of phases in which the first and the second number in MANY_HEADS are tested."""
 _BY_HEADS = ("decode", "extend", "mixed", "verify", "prefill")
 """Phases in the order in which they reveal most errors with many heads."""
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """All layers of the product of the axes that a subject accepts."""
+    """Layers that a subject accepts, out of all combinations of axis values."""
 
     subject: AttentionSubject
     layers: Mapping[str, ModelLayer] = field(default_factory=dict)
-    """Name -> layer of the model that the kit was given."""
+    """Name -> layer of the model that the kit tests; empty for the kit's own layers."""
     _plainest: dict[tuple[str, ...], dict[tuple[Value, ...], CheckCell]] = field(default_factory=dict, init=False, repr=False)
     """Axis names -> (phase, *values) -> the simplest accepted layer with these values."""
 
     @property
     def values(self) -> Mapping[str, tuple[Value, ...]]:
-        """Values of each axis, claimed or not, the simplest first."""
+        """Values of each axis, claimed or unclaimed, the simplest first."""
         return self._found[0]
 
     @property
     def rows(self) -> list[Row]:
-        """Every accepted layer with the phases in which it is accepted. Only layers with memory `own`; other memories follow
-        them."""
+        """Every accepted layer with the phases in which it is accepted. All have the memory `own`; other values of the axis
+        are added later."""
         return self._found[1]
 
     @cached_property
     def _found(self) -> tuple[Mapping[str, tuple[Value, ...]], list[Row]]:
-        """The values and rows: the usual values or, if no such layer is accepted, the values of one that is."""
+        """`values` and `rows`: for the usual values or, if they give no accepted layer, for the values of an accepted layer."""
         values: Mapping[str, tuple[Value, ...]] = self.usual
         rows = self._accepted(values, CheckCell("answer"))
         if not rows and (base := self._searched()) is not None:
@@ -296,15 +296,15 @@ class Claimed:
         return make_spec(cell, self.subject.device, claims.features, v_head_dim)
 
     def support(self, cell: CheckCell, phase: str) -> Support:
-        """Return whether the subject supports a cell in a phase (a name of PHASES)."""
+        """Return the subject's support for a cell in a phase (a name in PHASES)."""
         support = Support()
         for each in PHASES[phase]:
             support &= self.subject.supports(self.spec(cell), cell.layout, cell.block_size, each)
         return support
 
     def _searched(self) -> CheckCell | None:
-        """Return an accepted layer of a subject that rejects the usual values, such as with one specific number of kv heads; None
-        if none is found."""
+        """Return an accepted layer of a subject that rejects the usual values, for example a subject for one number of kv heads;
+        None if no such layer is found."""
         claims = self.subject.claims
         layout = next(
             (name for name, each in self.subject.layouts.items() if claims.layouts is None or each in claims.layouts), ""
@@ -341,7 +341,7 @@ class Claimed:
         return found
 
     def cover(self, strength: int) -> list[Row]:
-        """Return few layers that contain, in every phase, each accepted combination of `strength` values."""
+        """Return a small set of layers with, in every phase, each accepted combination of `strength` values."""
         if not self.rows:
             return []
         order, table, served = shuffled(self.rows, {axis: self.values[axis] for axis in AXES}, tuple(PHASES))
@@ -357,7 +357,7 @@ class Claimed:
         return sorted(cells, key=lambda each: str(each[0]))
 
     def plainest(self, phase: str, **wanted: Value) -> CheckCell | None:
-        """Return the simplest accepted layer of a phase with these values, or None."""
+        """Return the simplest accepted layer in a phase with the values in `wanted`; None if there is no such layer."""
         axes = tuple(wanted)
         if axes not in self._plainest:
             found: dict[tuple[Value, ...], CheckCell] = {}
@@ -369,8 +369,8 @@ class Claimed:
         return self._plainest[axes].get((phase, *wanted.values()))
 
     def around(self, phase: str) -> list[CheckCell]:
-        """Return the simplest accepted layer of a phase with each feature and each memory, for mistakes that depend only on
-        these."""
+        """Return the simplest accepted layer in a phase for each feature and for each memory, for mistakes that depend only on
+        one of them."""
         found = [self.plainest(phase, feature=feature) for feature in self.values["feature"]]
         plain = self.plainest(phase)
         memories = [replace(plain, memory=memory) for memory in MEMORIES] if plain is not None else []
@@ -378,7 +378,7 @@ class Claimed:
 
     def refusals(self) -> list[CheckCell]:
         """Return one `refuse` cell for each value of an axis that no phase or layer accepts while the rest is accepted, including
-        odd values. Its `about` is the axis."""
+        unusual values. Its `about` is the axis."""
         if not self.rows:
             return []
         plain, cells = self.rows[0][0], []
@@ -394,7 +394,7 @@ class Claimed:
         return cells + [plain.plain("refuse", "phase", phase=phase) for phase in PHASES if phase not in phases]
 
     def with_others(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the layers with accepted values of OTHERS: replacing values that other rows have as well, or in additional
+        """Return the rows with the accepted values of OTHERS added: they replace values that other rows also have, or need more
         rows."""
         found, most = list(rows), max((len(phases) for _, phases in rows), default=0)
         whole = [row for row in rows if len(row[1]) == most]
@@ -418,8 +418,8 @@ class Claimed:
         return all(self.support(cell.having({axis: value}), phase) for phase in phases)
 
     def of_models(self) -> list[CheckCell]:
-        """Return cells with windows and soft-caps of real models, in decode and extend, with sequences and scores that reach
-        them."""
+        """Return cells with windows and soft-caps of real models, in decode and extend, with sequences and scores that
+        reach these limits."""
         cells = []
         for phase in ("decode", "extend"):
             for name, window in MODEL_WINDOWS.items():
@@ -437,7 +437,7 @@ class Claimed:
         """Return answer cells for layers with as many query heads as in MANY_HEADS, plus log-sum-exp and graph cells if
         supported.
 
-        quick: one answer each. A number that is refused in every phase gives a `refuse` cell.
+        quick: True for one answer cell per number. A number that is refused in every phase gives a `refuse` cell.
         """
         cells = []
         for feature, groups in MANY_HEADS.items():
@@ -451,10 +451,10 @@ class Claimed:
         return cells
 
     def _of_heads(self, phase: str, feature: str, group: int) -> CheckCell | None:
-        """Return the simplest layer of a phase with this number of query heads per kv head, accepted or not; None if few heads
+        """Return a phase's simplest layer with `group` query heads per kv head, even if refused; None if layers with few heads
         are refused.
 
-        It has bfloat16, as in real models, and latents of DeepSeek's size, if these are accepted.
+        The layer has bfloat16, as in real models, and latents of DeepSeek's size, if the subject accepts these values.
         """
         wanted: dict[str, Value] = {"head_dim": LATENT_DIM} if feature == "latent" else {}
         plain = self.plainest(phase, feature=feature, dtype="bfloat16", **wanted) or self.plainest(phase, feature=feature)

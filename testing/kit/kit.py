@@ -1,4 +1,4 @@
-"""The conformance kit: cells of a kernel or a layout, and the result of one cell."""
+"""Conformance kit: the cells of a kernel or a layout, and the result of each cell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headway.testing.kit.subject import WORDS, AttentionSubject, Subject, load_a
 from headway.testing.kit.weights import ExpertsStage, LinearStage
 
 Check = Callable[[Any, Any], str]
-"""A check, called with the stage of a kind and a cell. Returns a note for a cell that passes; raises `Finding` or `Skipped`."""
+"""Check function of a stage and a cell. It returns a note if the cell passes, else raises `Finding` or `Skipped`."""
 Checks = dict[str, tuple[Check, str]]
 CHECKS: Checks = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
@@ -55,7 +55,7 @@ CHECKS: Checks = {
     "engine": (engine.engine, "greedy tokens through the engine"),
     "layout": (layouts.layout, "a layout's writer, check and gather"),
 }
-"""Name -> (check, description), in the order of the scorecard."""
+"""Name of an attention check -> (function, description), in the order of the scorecard."""
 STATE_CHECKS: Checks = {
     "claims": (states.claims, "the class keeps what it says of itself"),
     "refuse": (every.refuse, "what is not claimed is refused, with reasons"),
@@ -91,7 +91,7 @@ _OF_NO_LAYOUT = ("claims", "process", "serves")
 
 
 def words_of_checks() -> dict[str, str]:
-    """Return name -> description of all checks, in the order of the scorecard; shared names have attention's description."""
+    """Return name -> description for all checks, in scorecard order; a name shared by kinds has attention's description."""
     ordered = {name: words for _, checks in reversed([*KINDS.values()]) for name, (_, words) in checks.items()}
     return ordered | {name: words for name, (_, words) in CHECKS.items()}
 
@@ -108,17 +108,17 @@ def parse_cell(text: str) -> KitCell:
 
 @dataclass
 class Kit:
-    """All tests of one subject."""
+    """All checks of one subject."""
 
     subject: Subject
     layers: Mapping[str, ModelLayer] = field(default_factory=dict)
-    """Layers of a model (`read_model_layers`) to test instead of the kit's own; empty means the kit's own."""
+    """Name -> layer of a model, from `read_model_layers`, to test instead of the kit's own. Empty means the kit's own layers."""
 
     def __post_init__(self) -> None:
         stage, checks = KINDS[self.subject.kind.name]
         found, layers = self.subject, self.layers
         self.stage: Any = AttentionStage(found, layers) if isinstance(found, AttentionSubject) else stage(found)
-        """Stage of the subject."""
+        """Stage that runs the subject, of the subject's kind."""
         self.checks: Checks = checks
 
     @property
@@ -127,12 +127,12 @@ class Kit:
         return self.subject.name
 
     def cells(self, quick: bool = False) -> list[Any]:
-        """Return the cells of a kernel. quick: cover each value once instead of each pair."""
+        """Return the cells of a kernel. quick: True to cover each value once instead of each pair of values."""
         found: list[Any] = self.stage.cells(quick)
         return found
 
     def layout_cells(self, name: str) -> list[CheckCell]:
-        """Return the cells of a layout: block sizes, odd head dimensions and every dtype."""
+        """Return the cells of a layout, which cover block sizes, odd head dimensions and every dtype."""
         found: list[CheckCell] = self.stage.layout_cells(name)
         return found
 
@@ -140,7 +140,7 @@ class Kit:
         """Return the subject's name, owner and plugin, the reason if it is not available on this device, and the names of its
         cells.
 
-        cell: the only cell to run and list; it need not be in the list. "" lists all.
+        cell: name of the only cell to list, which need not be among the usual cells. "" lists all cells.
 
         :raises ConfigError: if the layout is not registered, or the subject has no layouts.
         """
@@ -155,8 +155,8 @@ class Kit:
         return found | {"cells": names}
 
     def run(self, cell: Any, *, guesses: bool = True) -> CellResult:
-        """Return the result of one cell, including exceptions of the kernel. guesses: whether a failure includes a likely
-        cause."""
+        """Return the result of one cell, including exceptions of the kernel. guesses: True if a failure includes a
+        likely cause."""
         self.stage.errors = CellErrors()
         self.stage.guesses = guesses
         check, _ = self.checks[cell.check]
@@ -178,7 +178,7 @@ def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str =
 
 
 def list_cells(kit: Kit, quick: bool, layout: str, cell: str) -> dict[str, Any]:
-    """Return the kit's `listed` plus the digest of the subject.
+    """Return the result of `Kit.listed`, plus the subject's digest.
 
     :raises ConfigError: if the layout is not registered, or the kit has no such cell.
     """
@@ -199,7 +199,7 @@ def _digest(subject: Subject) -> str:
 
 
 def run_cell(kit: Kit, name: str, *, guesses: bool = True) -> CellResult:
-    """Run the cell with a name. guesses: whether a failure includes a likely cause.
+    """Run the cell with this name. guesses: True if a failure includes a likely cause.
 
     :raises ConfigError: if the kit has no cell of that name.
     """
@@ -212,7 +212,7 @@ def run_cell(kit: Kit, name: str, *, guesses: bool = True) -> CellResult:
 def _known(kit: Kit, cell: KitCell) -> None:
     """Check that a kit can run a cell.
 
-    :raises ConfigError: if it is for another kind of kernel, or its check, layout or layer is unknown.
+    :raises ConfigError: if the cell is for a different kind of kernel, or its check, layout or layer is unknown.
     """
     if type(cell) is not kit.stage.cell:
         raise ConfigError("--cell", f"a cell of {kit.name}, which is a {WORDS[kit.subject.kind.name]}", str(cell))

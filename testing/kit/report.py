@@ -1,4 +1,4 @@
-"""Result file of the conformance kit, schema `headway.check/1`; running a cell; comparison of two files."""
+"""Result file of the conformance kit, schema `headway.check/1`; results of cells; comparison of two reports."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class CellResult(BaseModel):
     check: str
     status: Status
     reason: str = ""
-    """Reason of a failure or skip; for a passed cell, measurements."""
+    """Reason for a failure or skip; measurements for a cell that passed."""
     guess: str = ""
-    """Likely cause of the failure; "" if none of the kit's mistakes explains it."""
+    """Likely cause of the failure; "" if none of the kit's known mistakes explains it."""
     phase: str = "-"
     layout: str = "-"
     memory: str = "own"
@@ -53,50 +53,50 @@ class CellResult(BaseModel):
     scores: str = "normal"
     work: str = "edges"
     layer: str = ""
-    """Layer of the model that the kit was given; "" means one of the kit's own layers."""
+    """Index of the tested model's layer; "" means one of the kit's own layers."""
     state: str = ""
     """Further properties of a state layer: dtype of its states, value dimension, convolution and decays."""
     shape: str = ""
-    """Further properties of a layer with weights and its call: sizes, and the distribution of its values."""
+    """Further properties of a layer with weights and its calls: sizes, and the distribution of values."""
     relative_error: float | None = None
     """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance. For
-    `lse` the largest distance; for `engine` that of a logit. None if the cell measures nothing, or the error is not finite."""
+    `lse`, the largest distance; for `engine`, a logit's distance. None if nothing is measured, or the error is not finite."""
     tolerance: float | None = None
-    """Maximum error that passes."""
+    """Maximum `relative_error` with which the cell passes. None if nothing is measured."""
     seconds: float = 0.0
 
 
 class CheckMachine(BaseModel):
-    """The machine that made a report."""
+    """Machine on which a report was made."""
 
     model_config = ConfigDict(extra="forbid")
 
     device: str
-    """cpu or cuda."""
+    """Type of the device: cpu or cuda."""
     name: str
     python: str
     torch: str
     interpreted: bool = False
-    """Whether Triton kernels ran in its interpreter."""
+    """True if Triton kernels ran in Triton's interpreter."""
     libraries: dict[str, str] = {}
 
 
 class CheckReport(ResultFile):
-    """One run for one backend or layout on one device."""
+    """Report of one run of the kit for one kernel or layout on one device."""
 
     schema_: Literal["headway.check/1"] = Field(default="headway.check/1", alias="schema")
     target: str
-    """Target of the run: a backend's name, FILE.py:CLASS, or the layout."""
+    """Target of the run: a kernel's name, FILE.py:CLASS, or a layout's name."""
     plugins: list[str] = Field(default_factory=list)
     """Plugin files that were registered in addition to the installed plugins."""
     model: str = ""
-    """Model whose layers were tested; "" means the kit's own."""
+    """Model whose layers were tested; "" means the kit's own layers."""
     subject: str
     """Name under which the subject is registered."""
     digest: str = ""
     """SHA-256 of the file that defines the subject; "" if no file does."""
     origin: Origin
-    """Version of the code that made the report."""
+    """Version of Headway's code that made the report."""
     version: str = ""
     """Version of the distribution that provides the subject."""
     date: str
@@ -106,12 +106,12 @@ class CheckReport(ResultFile):
     """Reason why nothing could be tested on this machine."""
     seconds: float = 0.0
     not_run: int = 0
-    """Number of cells left when the run was interrupted."""
+    """Number of cells that were not run because the run was interrupted."""
     cells: list[CellResult] = Field(default_factory=list)
 
     @property
     def failed(self) -> list[CellResult]:
-        """Cells that failed."""
+        """Results of the cells that failed."""
         return [cell for cell in self.cells if cell.status == "failed"]
 
     def write(self, path: Path) -> None:
@@ -125,14 +125,14 @@ class CheckReport(ResultFile):
 def read_check(path: Path) -> CheckReport:
     """Read a result file.
 
-    :raises ConfigError: if the file is missing, is not JSON, has another schema, or has an invalid field; the first fault is
-        named.
+    :raises ConfigError: if the file is missing, is not JSON, has a different schema, or has an invalid field; the error names
+        the first fault.
     """
     return CheckReport.read(path)
 
 
 def machine_of(device: torch.device) -> CheckMachine:
-    """Return the machine that the process runs on."""
+    """Return the description of the machine that this process runs on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return CheckMachine(
         device=device.type,
@@ -145,7 +145,7 @@ def machine_of(device: torch.device) -> CheckMachine:
 
 
 def now() -> str:
-    """Return the date and time in UTC."""
+    """Return the current date and time in UTC, as text."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -153,14 +153,14 @@ GROWN = 2.0
 """Factor by which the error of a cell that passes in both reports must change to be listed. A correct kernel that sums in another
 order changes by less."""
 _NOISE = 1e-3
-"""Fraction of the tolerance below which an error is ignored."""
+"""Fraction of the tolerance below which a grown error is ignored."""
 _WIDTH = 80
 _LISTED = 20
-"""Maximum number of cells listed of each kind; the rest are counted."""
+"""Maximum number of cells listed for each kind of difference; further cells are only counted."""
 
 
 class ReportComparison:
-    """Differences of two reports; the second is the newer one."""
+    """Differences between two reports, of which the second is newer."""
 
     def __init__(self, first: CheckReport, second: CheckReport) -> None:
         self.first = first
@@ -175,14 +175,14 @@ class ReportComparison:
 
     @cached_property
     def _failing(self) -> list[str]:
-        """Cells that fail in the second report and pass, are skipped or are missing in the first."""
+        """Cells that fail in the second report, but pass, are skipped or are missing in the first report."""
         was = {cell.cell: self._old[cell.cell].status if cell.cell in self._old else "new" for cell in self.second.failed}
         failed = (cell for cell in self.second.failed if was[cell.cell] != "failed")
         return [f"{cell.cell} ({was[cell.cell]}): {cell.reason}" for cell in failed]
 
     @cached_property
     def _lost(self) -> list[str]:
-        """Cells that passed and are now skipped, or are missing although the second run covers their check as well."""
+        """Cells that pass in the first report but are skipped in the second, or missing although their check was run."""
         checks = {cell.check for cell in self.second.cells} if self.first.quick == self.second.quick else set()
         found = []
         for name, cell in self._old.items():
@@ -208,12 +208,12 @@ class ReportComparison:
 
     @property
     def worse(self) -> bool:
-        """Whether the second report has a failure, a grown error or a lost cell that the first does not have."""
+        """True if the second report has a failure, a grown error or a lost cell that the first report does not have."""
         unavailable = bool(self.second.unavailable) and not self.first.unavailable
         return unavailable or bool(self._failing or self._grown or self._lost)
 
     def lines(self) -> Iterator[str]:
-        """Yield the differences in lines of at most 80 columns, if names of cells allow."""
+        """Yield the differences as lines of at most 80 columns, unless a cell's name is too long."""
         for name, report in (("A", self.first), ("B", self.second)):
             made = f"{report.target} on {report.machine.device}, {report.date[:16]}, file {report.digest[:12] or 'unknown'}"
             left = f", {report.not_run} not run" if report.not_run else ""
@@ -252,7 +252,7 @@ _TWO_SIZES = re.compile(
     r"(?:size of tensor a|expanded size of the tensor|got) \(?(\d+)\)?.*?(?:size of tensor b|existing size|to match) \(?(\d+)\)?"
 )
 _LEAST_ROUND = 128
-"""Minimum size for a number in an error to look like the size of a buffer."""
+"""Minimum value of a number in an error message that may be the size of a buffer."""
 
 
 def _round(size: int) -> bool:
@@ -261,9 +261,9 @@ def _round(size: int) -> bool:
 
 
 def result_of(cell: KitCell, run: Callable[[], str], errors: CellErrors) -> CellResult:
-    """Run one cell and return its result, including exceptions of the backend.
+    """Run one cell and return its result; an exception in the backend is a result, too.
 
-    run: returns a note if the cell passed. errors: errors that the cell measures.
+    run: function that runs the cell and returns a note if it passes. errors: the errors that the cell measures.
     """
     started = time.perf_counter()
     torch.manual_seed(0)

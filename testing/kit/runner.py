@@ -1,6 +1,6 @@
-"""Runs cells in child processes, optionally under compute-sanitizer.
+"""Runner of cells in child processes, optionally under compute-sanitizer.
 
-A backend that crashes, hangs or exits gives a finding for its cell, and the next cell runs.
+If a backend crashes, hangs or exits, its cell gets a finding, and the next cell runs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from headway.testing.kit.report import CellResult, new_result
 
 OUT_OF_BOUNDS = "a kernel reads or writes memory that is not its own"
 SLOWER = 20
-"""Factor on a cell's time limit, because memcheck watches each access of each thread."""
+"""Factor on a cell's time limit under the sanitizer, because memcheck checks each memory access of each thread."""
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Makes each tensor a separate allocation, so that an access past its end is detected."""
+"""Environment variables that make each tensor a separate allocation, so that accesses past its end are detected."""
 PLACE = "/usr/local/cuda/bin"
-"""Folder in which the tool may be if it is not on the PATH."""
+"""Folder to search for compute-sanitizer if it is not on the PATH."""
 _MARK = "========= "
 _NO_ERROR = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "LEAK SUMMARY", "Warning")
 _DETAILS = 3
-"""Number of lines below an error that give its location: kernel, thread and address."""
+"""Number of log lines after an error that give its location: kernel, thread and address."""
 
 
 def find_sanitizer(device: str) -> str:
     """Return the path of compute-sanitizer.
 
-    :raises ConfigError: if it is not installed, or the device is not a GPU.
+    :raises ConfigError: if compute-sanitizer is not installed, or the device is not a GPU.
     """
     if device != "cuda":
         raise ConfigError("--sanitize", "--device cuda, whose kernels it watches", f"--device {device}")
@@ -49,16 +49,16 @@ def find_sanitizer(device: str) -> str:
 
 @dataclass
 class Sanitizer:
-    """Wraps the command of one process, and reads the tool's log."""
+    """compute-sanitizer around one process: changes the process's command, and reads the log."""
 
     path: str
-    """Path of the tool."""
+    """Path of compute-sanitizer."""
     _folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
     _read: int = 0
     """Number of log characters already read."""
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command under memcheck, with an empty log."""
+        """Return the command that runs `command` under memcheck, after emptying the log."""
         self._read = 0
         self._log.unlink(missing_ok=True)
         # A library may ask the driver for functions that it does not have; this is not a kernel error.
@@ -66,7 +66,7 @@ class Sanitizer:
         return [self.path, *options, *command]
 
     def new_error(self) -> str:
-        """Return the first error logged since the last call as one line; "" if there is none."""
+        """Return the first error logged since the last call as one line; "" if there is no error."""
         with suppress(OSError):
             text = self._log.read_text(encoding="utf-8", errors="replace")
             new = text[self._read :]
@@ -80,7 +80,7 @@ class Sanitizer:
 
 
 def first_error(log: str) -> str:
-    """Return the first error in a log of compute-sanitizer, with its location; "" if there is none."""
+    """Return the first error in a log of compute-sanitizer, with its location; "" if there is no error."""
     lines = [line.removeprefix(_MARK) for line in log.splitlines() if line.startswith(_MARK)]
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith((" ", *_NO_ERROR)):
@@ -91,31 +91,31 @@ def first_error(log: str) -> str:
 
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
-"""Maximum seconds per cell. On a GPU this includes compiling the kernel."""
+"""Time limit per cell in seconds, for each device type. On a GPU it includes compiling the kernel."""
 INTERPRETED = 10
 """Factor on the time limit under Triton's interpreter."""
 START_TIMEOUT = 180.0
 MOST_DEATHS = 6
-"""Number of crashes and hangs after which a run is ended, because each needs a new process."""
+"""Number of crashes and hangs that ends a run, because each of them needs a new process."""
 
 
 @dataclass
 class Listed:
-    """Listing of a subject from a child process."""
+    """Description of a subject and its cells, received from a child process."""
 
     subject: str
     owner: str
     plugin: Sequence[str] | None
-    """As in `Subject.plugin`."""
+    """Value of `Subject.plugin`."""
     unavailable: str
     cells: list[str]
     digest: str = ""
-    """As in `CheckReport.digest`."""
+    """Value for `CheckReport.digest`."""
 
 
 @dataclass
 class CellProcess:
-    """One process with the subject loaded, started at the first request and restarted after it died."""
+    """Child process with the subject loaded, started at the first request and restarted after it dies."""
 
     target: str
     device: str
@@ -125,9 +125,9 @@ class CellProcess:
     model: str = ""
     """Model whose layers are tested; "" means the kit's own."""
     guesses: bool = True
-    """Whether failures include a likely cause, which takes longer to find than the cell takes."""
+    """True if failures include a likely cause, which may take longer to find than the cell takes to run."""
     sanitizer: Sanitizer | None = None
-    """Watches the memory accesses of the process's kernels. None means none."""
+    """Sanitizer that checks the memory accesses of the process's kernels. None means no sanitizer."""
     deaths: int = 0
     """Number of times that a cell ended the process, or made its GPU unusable."""
     _process: Child | None = None
@@ -144,7 +144,7 @@ class CellProcess:
             self.stop()
 
     def list(self, **request: Any) -> Listed:
-        """Return the cells of the subject.
+        """Return the description of the subject with its cells. request: arguments of `list_cells`.
 
         :raises ConfigError: if the subject does not exist or does not load.
         """
@@ -166,7 +166,7 @@ class CellProcess:
         return answer
 
     def run(self, cell: str) -> CellResult:
-        """Return the result of one cell. Under a sanitizer, its first error is the finding, whatever the cell's result.
+        """Return the result of one cell. Under a sanitizer, the first reported error is the finding, even if the cell passes.
 
         :raises ChildDied: if the subject ended the process.
         """
@@ -223,7 +223,7 @@ def cell_timeout(device: str, sanitized: bool = False) -> float:
 
 
 class Refused(ConfigError):
-    """An error of the subject, with its text unchanged."""
+    """Error that a child process reports about the subject, with its text unchanged."""
 
     def __init__(self, text: str) -> None:
         super().__init__("backend", "", "")
@@ -235,18 +235,18 @@ class Refused(ConfigError):
 
 @dataclass
 class CellRun:
-    """A run of cells distributed over a few child processes."""
+    """Run of cells that are distributed over a few child processes."""
 
     children: Sequence[CellProcess]
     tell: Callable[[CellResult], None] = lambda result: None
     stop_at_failure: bool = False
-    """Whether the first failure ends the run, like Ctrl-C."""
+    """True if the first failure ends the run, like Ctrl-C."""
     results: dict[str, CellResult] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _fault: BaseException | None = None
 
     def all(self, cells: Sequence[str]) -> list[CellResult]:
-        """Return the results in the order of the cells. Exceptions of threads are raised here: a cell without a result has not
+        """Return the results in the order of the cells. Exceptions in threads are raised here: a cell without a result has not
         passed.
 
         Ctrl-C ends the run and returns the results so far.

@@ -1,6 +1,6 @@
-"""A backend driven by the engine's attention: sequences that start, grow and end in a paged pool, with every step judged.
+"""Backend driven by the engine's attention: sequences start, grow and end in a paged pool, and every step is checked.
 
-Answers are compared with float64, and every bit that the backend must not change is checked.
+Outputs are compared with float64, and all memory that the backend must not change is compared bit by bit.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from headway.testing.diagnosis.places import wrong_parts, wrong_sequences
 from headway.testing.kit.subject import AttentionSubject
 
 _ZERO_AT = 6
-"""Number of blocks allocated before block 0, if it is used: a sequence of several blocks then has it, but not as its last."""
+"""Number of blocks allocated before block 0, if used: it then belongs to a longer sequence, but is not its last block."""
 _REMEMBERED = 4
-"""Number of steps whose lengths and blocks are stored."""
+"""Number of latest steps whose lengths and blocks are stored."""
 _NULL = 1
-"""Block of zeros that replaces blocks before the window in a table, unless block 0 does."""
+"""Number of the block of zeros that replaces blocks before the window in a block table, unless block 0 does."""
 
 
 class SessionRoom(NamedTuple):
-    """Capacity of a session."""
+    """Capacity of a session's cache and step tensors."""
 
     num_blocks: int
-    """Number of blocks for its sequences."""
+    """Number of cache blocks for the session's sequences."""
     max_tokens: int
     """Maximum number of tokens per step."""
     layers: int
@@ -75,18 +75,18 @@ class Session:
         room: SessionRoom,
         poison: float,
     ) -> None:
-        """cell: selects the cache, the scores and the work. parts: backends for prompts and for decode. poison: value of every
+        """cell: determines the cache, the scores and the work. parts: backends for prompts and for decode. poison: value of every
         slot without a token."""
         memory, zero_in_use = cell.memory, cell.work in ("many", "again") or cell.check == "steps"
         layout, writer = subject.layouts[cell.layout], subject.writer(cell.layout)
         self.guesses = True
-        """Whether failures include a likely cause."""
+        """True if failures include a likely cause."""
         self.errors = CellErrors()
-        """Errors of the judged steps."""
+        """Errors of the checked steps."""
         self.spec = spec
         self.block_size = cell.block_size
         self.layouts = list(subject.layouts.values())
-        """All layouts that a backend may confuse with this one."""
+        """All layouts that a backend may confuse with the session's layout."""
         self.memory = memory
         self.prefill = parts[0]
         self.decode = parts[1]
@@ -100,11 +100,11 @@ class Session:
         self.generator = torch.Generator().manual_seed(0)
         self.numbers = Numbers(spec, cell.scores, self.generator)
         self._wide_tables = cell.work == "tables"
-        """Whether a table is a slice of a wider one, whose other columns name no block."""
+        """True if a block table is a slice of a wider table, whose other columns name no block."""
         self._contexts: list[tuple[list[int], Tensor]] = []
-        """(blocks, cached positions) of sequences whose rows are not written yet."""
+        """(blocks, cached positions) of sequences whose cached keys and values are not yet written."""
         self._tables: dict[tuple[int, ...], Tensor] | None = {} if zero_in_use else None
-        """Shape of a table -> the memory reused for it. None means new memory for each table."""
+        """Shape of a block table -> memory reused for it. None means new memory for each table."""
         for foreign in (*self.layers.given, *self.layers.right):
             foreign.fill_blocks([self._null], 0.0)
         order = torch.randperm(room.num_blocks, generator=self.generator) + before
@@ -118,13 +118,13 @@ class Session:
         self.previous: list[list[int]] = []
         """kv_len of each row of the first step and of the latest steps."""
         self.previous_blocks: list[list[tuple[int, ...]]] = []
-        """Blocks of each row of the same steps."""
+        """Blocks of each row in the steps of `previous`."""
         self.planned = 0
-        """Maximum kv_len that a captured decode was planned for; 0 means none was."""
+        """Maximum kv_len for which a captured decode was planned; 0 means no captured decode."""
 
     @property
     def backends(self) -> tuple[Mapping[AttentionSpec, AttentionBackend], Mapping[AttentionSpec, AttentionBackend]]:
-        """Backends of the first and the second part, as the engine passes them to a step."""
+        """Backends for the first and the second part of a step, as the engine passes them."""
         return {self.spec: self.prefill}, {self.spec: self.decode}
 
     @property
@@ -133,7 +133,7 @@ class Session:
         return [self.prefill, self.decode]
 
     def open(self, context: int, share: Tokens | None = None) -> Tokens:
-        """Return a sequence with `context` cached tokens. share: sequence whose full blocks it starts with, as after a prefix
+        """Return a sequence with `context` cached tokens. share: sequence whose full blocks are reused, as after a prefix
         cache hit."""
         seq = Tokens()
         if share is not None:
@@ -158,7 +158,7 @@ class Session:
             self.layers.write(layer, k, v, slots, given=True)
 
     def reserve(self, seq: Tokens, length: int) -> None:
-        """Allocate blocks to a sequence for a number of tokens."""
+        """Allocate blocks until a sequence has room for `length` tokens."""
         while len(seq.blocks) * self.block_size < length:
             seq.blocks.append(self._free.pop(0))
 
@@ -169,7 +169,7 @@ class Session:
         self._free += seq.blocks
 
     def lay_out(self, work: StepWork, padding_rows: int = 0) -> StepTensors:
-        """A step's metadata, its random inputs, and the sequences as they are after it; the caches are not written yet."""
+        """Return a step with metadata, random inputs, and the sequences as they are after it; caches are not yet written."""
         self._write_contexts()
         metadata = self._metadata(work, padding_rows)
         count = metadata.num_tokens
@@ -194,9 +194,9 @@ class Session:
         return step
 
     def step(self, work: StepWork, padding_rows: int = 0, *, checked: bool = True) -> StepTensors:
-        """Run one step as the engine does and judge it.
+        """Run one step as the engine does, and check it if `checked`.
 
-        :raises Finding: if anything is wrong.
+        :raises Finding: if an output is wrong, or memory changed that must not.
         """
         step = self.lay_out(work, padding_rows)
         before = Before(step)
@@ -221,7 +221,7 @@ class Session:
             self.attention.run(layer, given.q, given.k, given.v, given.out)
 
     def finish(self, step: StepTensors, work: StepWork, before: Before, *, checked: bool = True) -> None:
-        """Judge a step that has run, and let its sequences grow."""
+        """Check a step that has run, and advance its sequences."""
         for layer, given in enumerate(step.inputs):
             self.layers.write(layer, given.k, given.v, step.metadata.slot_mapping, given=False)
         if checked:
@@ -257,7 +257,7 @@ class Session:
         return replace(metadata, block_table=wide[:, :columns])
 
     def _seen(self, seq: Tokens) -> list[int]:
-        """Return the blocks of a sequence's table, with blocks that no later query sees replaced."""
+        """Return the blocks of a sequence's table; blocks that no later query sees are replaced."""
         window = self.spec.sliding_window
         num_freed = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
         return [self._null] * num_freed + seq.blocks[num_freed:]
@@ -273,7 +273,7 @@ class Session:
 
 
 SEQUENCE_FACTOR = 8.0
-"""Factor on the tolerance for one sequence: few values scatter more than a whole step."""
+"""Factor on the tolerance for a single sequence, whose error varies more than that of a whole step."""
 _STRIDED = "wrong in a strided view of memory: go by the strides of the cache, or declare contiguous_blocks"
 MEMORY = {
     "packed": _STRIDED,
@@ -285,11 +285,11 @@ _LISTED = 6
 _COMPARED = 4
 """Number of correct sequences that a mistake must leave unchanged."""
 _EXPONENT = 88.0
-"""Largest argument of a float32 exponential."""
+"""Largest argument for which the float32 exponential is finite."""
 
 
 def judge(session: Session, step: StepTensors) -> None:
-    """Judge a step.
+    """Check the outputs of a step, and all memory that it must not change.
 
     :raises Finding: for the first error, with the numbers and the likely cause.
     """
@@ -346,7 +346,7 @@ def _guards(step: StepTensors, layer: int) -> None:
 
 
 _PADDING_VALUE = 192.0
-"""Value of padding rows of `out` before a step; every dtype represents it."""
+"""Value of padding rows of `out` before a step; exact in every dtype."""
 
 
 def _padding(step: StepTensors, layer: int) -> None:
@@ -359,7 +359,7 @@ def _padding(step: StepTensors, layer: int) -> None:
 
 
 def _vanish(out: Tensor, answer: Tensor) -> bool:
-    """Return whether an answer and its output are below the smallest normal number, as if a sink takes all weight."""
+    """Return whether an answer and the output are below the smallest normal number, as when a sink takes all weight."""
     smallest = torch.finfo(out.dtype).tiny
     return not out.numel() or (float(answer.abs().max()) < smallest and float(out.abs().max()) < smallest)
 
@@ -391,7 +391,7 @@ def _answers(session: Session, step: StepTensors, layer: int, tolerance: float) 
 
 
 def _fine(step: StepTensors, bad: Sequence[int]) -> list[int]:
-    """Return a few correct sequences of the step, from the parts that have wrong ones."""
+    """Return the indices of a few correct sequences, from the parts of the step that have wrong sequences."""
     parts = {number < step.metadata.num_prefills for number in bad}
     right = [n for n in range(len(step.tokens)) if n not in bad and (n < step.metadata.num_prefills) in parts]
     return right if len(right) <= _COMPARED else [right[at * (len(right) - 1) // (_COMPARED - 1)] for at in range(_COMPARED)]
@@ -415,7 +415,7 @@ def _wrong(session: Session, step: StepTensors, layer: int, number: int, right: 
 
 
 def _unwritten(given: StepInputs, step: StepTensors, numbers: Sequence[int]) -> str:
-    """Return a description of rows that were not written; "" if there are none."""
+    """Return a description of rows that were not written; "" if all were written."""
     missed = [number for number in numbers if given.unwritten(step.tokens[number])]
     if not missed:
         return ""
@@ -440,7 +440,7 @@ def _guessed(
 ) -> str:
     """Return the likely cause of wrong sequences.
 
-    numbers: indices of these sequences. bad: those with an error beyond rounding. right: correct answers.
+    numbers: indices of these sequences. bad: indices of sequences with errors beyond rounding. right: correct answers.
     """
     try:
         with _on_device_of(step.inputs[layer].out):

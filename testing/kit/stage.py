@@ -24,17 +24,17 @@ Values = tuple[Any, ...]
 
 
 class Stage(ABC, Generic[S, C]):
-    """A kernel, its cells and their steps. Each kind of operation has a subclass."""
+    """Kernel under test, its cells and their steps. Each kind of operation has a subclass."""
 
     cell: ClassVar[type[KitCell]]
-    """Class of the kind's cells."""
+    """Class of the cells of this kind of operation."""
 
     def __init__(self, subject: S) -> None:
         self.subject = subject
         self.guesses = True
-        """Whether failures include a likely cause."""
+        """True if failures include a likely cause."""
         self.errors = CellErrors()
-        """Measured errors of the cell that is running."""
+        """Errors measured in the current cell."""
 
     @property
     def layouts(self) -> Mapping[str, Any]:
@@ -43,7 +43,7 @@ class Stage(ABC, Generic[S, C]):
 
     @abstractmethod
     def cells(self, quick: bool = False) -> list[C]:
-        """Return the cells of the subject. quick: cover each value once instead of each pair."""
+        """Return the cells of the subject. quick: True to cover each value once instead of each pair of values."""
 
     @abstractmethod
     def answers(self, cell: C) -> list[Support]:
@@ -55,15 +55,15 @@ class Stage(ABC, Generic[S, C]):
 
     @abstractmethod
     def many(self, cell: C) -> Callable[[int], None]:
-        """Return a function that runs a number of further steps of one instance."""
+        """Return a function that runs N further steps with one instance of the kernel."""
 
     @abstractmethod
     def launches(self, cell: C) -> tuple[str, Callable[[], object]]:
-        """Return the names of the calls of a step that ran before, and a function that only makes these calls."""
+        """Return the names of the kernel's calls in a step that has run once, and a function that makes only these calls."""
 
 
 class Grid(Stage[S, C]):
-    """A stage whose layers are the accepted part of a product of axis values."""
+    """Stage whose layers are the accepted combinations of axis values."""
 
     axes: ClassVar[tuple[str, ...]]
     """Fields of a cell that define its layer."""
@@ -77,7 +77,7 @@ class Grid(Stage[S, C]):
 
     @abstractmethod
     def spec(self, cell: C) -> Any:
-        """Return the layer of a cell."""
+        """Return the spec of a cell's layer."""
 
     @abstractmethod
     def whole(self, cell: C) -> C | None:
@@ -93,7 +93,7 @@ class Grid(Stage[S, C]):
 
     @cached_property
     def rows(self) -> list[tuple[C, frozenset[str]]]:
-        """Every accepted layer with its phases."""
+        """Every accepted layer, with the phases in which it is accepted."""
         found: dict[C, frozenset[str]] = {}
         for chosen in product(*self.values.values()):
             cell = self.whole(self.having(dict(zip(self.values, chosen, strict=True))))
@@ -102,13 +102,13 @@ class Grid(Stage[S, C]):
         return [(cell, phases) for cell, phases in found.items() if phases]
 
     def having(self, values: Mapping[str, Any]) -> C:
-        """Return a cell of `answer` with these axis values."""
+        """Return a cell of the check `answer` with these axis values."""
         cell: Any = self.cell("answer")
         made: C = cell.having(values)
         return made
 
     def cover(self, sets: Sequence[tuple[str, ...]]) -> list[tuple[C, frozenset[str]]]:
-        """Return few layers that contain, in every phase, each accepted combination of the values of each set of axes."""
+        """Return a small set of layers with, in every phase, each accepted combination of values for each set of axes."""
         if not self.rows:
             return []
         order, table, served = shuffled(self.rows, self.values, self.phases)
@@ -117,7 +117,7 @@ class Grid(Stage[S, C]):
         return [self.rows[order[number]] for number in chosen]
 
     def widest(self, **wanted: Any) -> tuple[C, frozenset[str]] | None:
-        """Return the simplest layer with these values, out of those that are supported in most phases."""
+        """Return the simplest of the layers with the `wanted` values that are supported in the largest number of phases."""
         fitting = [row for row in self.rows if all(getattr(row[0], axis) == value for axis, value in wanted.items())]
         return max(fitting, key=lambda row: len(row[1]), default=None)
 
@@ -135,10 +135,10 @@ def shuffled(
 
 
 def greedy(table: numpy.ndarray, served: numpy.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
-    """Return indices of few rows that cover every combination of each set's columns, in every phase that has it.
+    """Return indices of a small set of rows that cover each combination of each set's columns, in every phase that has it.
 
-    The next row is the first that adds the most. What a row adds never grows, so only rows that added most at their last
-    evaluation are evaluated again (lazy greedy: Minoux 1978).
+    The next row is the first row that adds the most combinations. This number never grows, so only the rows with the largest
+    last known number are evaluated again (lazy greedy: Minoux 1978).
     """
     sizes = table.max(axis=0) + 1
     codes = numpy.zeros((len(table), len(sets)), dtype=numpy.int64)
@@ -171,6 +171,6 @@ def greedy(table: numpy.ndarray, served: numpy.ndarray, sets: list[tuple[int, ..
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
+    """Wait until all work on the device is complete."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

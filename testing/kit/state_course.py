@@ -1,4 +1,4 @@
-"""A state backend driven by an engine's calls: two layers, slots, and sequences that grow, fork and move."""
+"""State backend driven like in an engine: two layers, slots, and sequences that grow, fork and move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAYER = "right in the first layer: keeps something of a layer, its weights or i
 
 @dataclass(frozen=True)
 class StateParts:
-    """Backends for prompts and extends, and for decode: the subject, or the reference for what it does not support."""
+    """Backends for prompts and extends, and for decode: the subject, or the reference if the subject lacks support."""
 
     scans: StateBackend
     steps: StateBackend
@@ -42,7 +42,7 @@ class StateParts:
 
     @classmethod
     def of(cls, stage: StateStage, cell: StateCell) -> StateParts:
-        """Return the backends for a layer.
+        """Return the backends for a cell's layer.
 
         :raises Skipped: if the subject supports neither part.
         """
@@ -58,19 +58,19 @@ class StateParts:
 
 @dataclass
 class LayerTokens:
-    """Tokens of a sequence in one layer, with the results of one run over all of them."""
+    """Inputs of a sequence's tokens in one layer, with the results of a single run over all tokens."""
 
     inputs: list[Tensor]
-    """x and gates, [length, ...]."""
+    """x and the gates, each [length, ...]."""
     expected: Tensor
-    """float64 [length, out_channels]: outputs."""
+    """float64 [length, out_channels]: expected outputs."""
     last: SequenceState
-    """State after the last token."""
+    """Expected state after the last token."""
 
 
 @dataclass(eq=False)
 class StateTokens:
-    """One sequence: all of its future tokens, and its progress."""
+    """One sequence: all of its tokens, including those not yet run, and its progress."""
 
     layers: list[LayerTokens]
     slot: int
@@ -78,7 +78,7 @@ class StateTokens:
 
     @property
     def left(self) -> int:
-        """Number of tokens that have not run."""
+        """Number of tokens that have not yet run."""
         return len(self.layers[0].expected) - self.done
 
 
@@ -90,16 +90,16 @@ class StateTurn:
     count: int
     """Number of new tokens."""
     accepted: int = 0
-    """Number of accepted tokens of a decode; the others are rejected draft tokens. 0 means a prompt."""
+    """Number of accepted tokens of a decode; the remaining new tokens are rejected drafts. 0 means a prompt."""
     out_slots: list[int] = field(default_factory=list)
     checkpoint: tuple[int, int] | None = None
-    """(tokens of this step after which the state is stored, slot to store it in)."""
+    """(number of new tokens after which the state is stored, slot that receives the state). None means no checkpoint."""
 
 
 class StateSession:
-    """One backend instance that plans a step once for two layers, with their slots and sequences.
+    """Backend instances that plan each step once for two layers, with the layers' slots and the sequences.
 
-    A freed slot is reused next. Every second one is filled with NaN; the others keep their contents.
+    The slot freed last is reused first. Slots with odd indices are filled with NaN when freed; other slots are left unchanged.
     """
 
     def __init__(self, served: StateParts, spec: StateSpec, layout: StateLayout, num_slots: int = 64, seed: int = 0) -> None:
@@ -117,7 +117,7 @@ class StateSession:
         return [tensor for cache in self.caches for tensor in cache.tensors.values()]
 
     def take(self) -> int:
-        """Allocate a slot."""
+        """Allocate a slot, and return its index."""
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:
@@ -128,7 +128,7 @@ class StateSession:
         self._free.append(slot)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a slot's states to another slot, as an engine does when it restores or forks a sequence."""
+        """Copy a slot's states to another slot, as an engine does to restore or fork a sequence."""
         for tensor in self._tensors():
             tensor[target] = tensor[source]
 
@@ -146,13 +146,13 @@ class StateSession:
         self.give_back(old)
 
     def fork(self, seq: StateTokens) -> StateTokens:
-        """Return a second sequence that continues from a sequence's state, with the same tokens."""
+        """Return a second sequence that continues from a copy of a sequence's state, with the same tokens."""
         found = replace(seq, slot=self.take())
         self.copy(seq.slot, found.slot)
         return found
 
     def open(self, length: int, prefix: StateTokens | None = None, shared: int = 0, checkpoint: int = -1) -> StateTokens:
-        """Start a sequence. prefix: sequence whose first `shared` tokens it has; the state after them is in slot `checkpoint`."""
+        """Start a sequence. prefix: sequence with the same first `shared` tokens, whose state is in slot `checkpoint`."""
         layers = []
         for number, parameters in enumerate(self.parameters):
             inputs = random_inputs(self.spec, length, self.generator, strided=True)
@@ -168,7 +168,7 @@ class StateSession:
         return StateTokens(layers, self.take() if prefix is None else checkpoint, shared)
 
     def step(self, work: Sequence[StateTurn]) -> None:
-        """Run one step, judge its output, and advance the sequences. In `work`, prompts and extends come first.
+        """Run one step, check its output, and advance the sequences. In `work`, prompts and extends come first.
 
         :raises Finding: if an output is wrong.
         """
@@ -191,7 +191,7 @@ class StateSession:
             seq.slot = kept
 
     def end(self, seq: StateTokens) -> None:
-        """Judge a sequence's final state, and free its slot.
+        """Check a sequence's final state, and free its slot.
 
         :raises Finding: if the state is wrong.
         """
@@ -254,13 +254,13 @@ class StateSession:
 
 _SIDE_BY_SIDE = 4
 _LENGTHS = (20, 64, 33, 90, 41, 7)
-"""Tokens of the sequences that follow the first three, each started when another has ended."""
+"""Lengths in tokens of the sequences after the first three; each starts when an earlier sequence has ended."""
 _CHUNK_SIZES = (1, 2, 64, 3, 5, 37)
-"""New tokens of a prompt per step: fewer than the convolution's inputs, a whole chunk, and parts of one."""
+"""Numbers of new tokens per step of a prompt: fewer than the convolution's taps, a full chunk, and parts of a chunk."""
 
 
 class Course:
-    """A run of sequences that are chunked anywhere, verify draft tokens, reuse prefixes, are moved, forked and rolled back, and
+    """Run of sequences that are chunked anywhere, verify draft tokens, reuse prefixes, are moved, forked and rolled back, and
     end."""
 
     def __init__(self, session: StateSession, drafts: int) -> None:
@@ -271,7 +271,7 @@ class Course:
         self._set_back = False
 
     def run(self) -> str:
-        """Run to the end of every sequence, and return a summary.
+        """Run all sequences to their ends, and return a summary of the run.
 
         :raises Finding: if an output or a state is wrong.
         """

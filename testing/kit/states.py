@@ -35,18 +35,18 @@ from headway.testing.kit.stage import Grid
 from headway.testing.kit.subject import Subject
 
 HEADS = ("4/2", "3/3", "10/2")
-"""State heads / key heads. `mamba1`, whose heads are channels, has eight times as many."""
+"""Numbers of state heads / key heads. `mamba1`, whose heads are channels, has eight times as many."""
 CONVOLUTIONS = ("silu", "bare", "short", "none")
 """silu: four taps, bias and SiLU. bare: three taps and bias, without activation. short: two taps and SiLU, without bias. none: no
 convolution."""
 WORK = ("edges", "many", "long")
-"""edges: a few sequences with lengths near chunk boundaries. many: dozens of sequences. long: more than a thousand tokens."""
+"""Kinds of steps. edges: a few lengths near chunk boundaries. many: dozens of sequences. long: over a thousand tokens."""
 _CHANNELS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class StateCell(KitCell):
-    """A cell of a state backend."""
+    """Cell of a state backend: a check, a phase and the axes of a layer."""
 
     mark: ClassVar = "states"
     prefixes: ClassVar = {"heads": "h", "key_dim": "k", "value_dim": "v"}
@@ -58,7 +58,7 @@ class StateCell(KitCell):
         "work": one_of(WORK),
     }
     phase: str = "-"
-    """A name of PHASES, or "-" if the check runs several."""
+    """Name in PHASES, or "-" if the check runs several phases."""
     kind: str = GATED_DELTA
     layout: str = "key_value"
     dtype: str = "float32"
@@ -74,11 +74,11 @@ class StateCell(KitCell):
     work: str = WORK[0]
     """One of WORK."""
     about: str = "-"
-    """Axis of a refusal."""
+    """Axis whose value must be refused; "-" for checks other than `refuse`."""
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Fields of a result. The kind is stored as the feature, key_dim as the head dimension."""
+        """Fields of the cell's result. The kind is stored as the feature, key_dim as the head dimension."""
         heads, _, key_heads = self.heads.partition("/")
         return {
             "phase": self.phase,
@@ -93,7 +93,7 @@ class StateCell(KitCell):
 
 
 def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
-    """Return the layer of a cell."""
+    """Return the spec of a cell's layer."""
     heads, key_heads = (int(part) for part in cell.heads.split("/"))
     key_dim, value_dim = cell.key_dim, cell.value_dim
     if cell.kind == MAMBA1:
@@ -125,10 +125,10 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
 
 
 _KEY_DIMS, _VALUE_DIMS = (16, 7, 72), (16, 5, 136)
-"""A whole tile; less than a tile; a part of a tile after whole ones."""
+"""Dimensions that fill a tile, that are smaller than a tile, and that end with a partial tile."""
 _MOST_DIMS = 4
 ODD_LAYOUT = StateLayout("kit_odd", ("slot", "value", "head", "key"), ("slot", "time", "channel"))
-"""An unregistered layout, for backends that accept every layout, and for refusals."""
+"""Unregistered layout, for backends that accept every layout, and for refusals."""
 
 
 Lens = list[tuple[int, int]]
@@ -163,12 +163,12 @@ _UNCLAIMED: dict[str, tuple[str | int, tuple[str, ...]]] = {
     "value_dim": (24, tuple(kind for kind in _RECURRENT if kind != MAMBA1)),
     "conv": (CONVOLUTIONS[0], _RECURRENT),
 }
-"""Axis -> (a value that need not be claimed, kinds whose layers have the axis)."""
+"""Axis -> (value that a backend need not claim, kinds whose layers have the axis)."""
 StateRow = tuple[StateCell, frozenset[str]]
 
 
 class StateStage(Grid[Subject, StateCell]):
-    """A state backend under test, its layers and its steps."""
+    """State backend under test, with its layers and steps."""
 
     cell = StateCell
     phases = tuple(PHASES)
@@ -181,28 +181,28 @@ class StateStage(Grid[Subject, StateCell]):
 
     @cached_property
     def layouts(self) -> dict[str, StateLayout]:
-        """Name -> registered layout, plus ODD_LAYOUT."""
+        """All registered layouts and ODD_LAYOUT, keyed by name."""
         return {**self.subject.registry.states.layouts, ODD_LAYOUT.name: ODD_LAYOUT}
 
     def spec(self, cell: StateCell) -> StateSpec:
-        """Return the layer of a cell."""
+        """Return the spec of a cell's layer."""
         return make_state_spec(cell, self.subject.device)
 
     def make(self, cell: StateCell) -> StateBackend:
-        """Return an instance for a cell's layer."""
+        """Return an instance of the subject for a cell's layer."""
         return make_state_backend(self.subject.backend, self.spec(cell), self.layouts[cell.layout])
 
     def supports(self, cell: StateCell, phase: Phase) -> Support:
-        """Return whether the subject supports a cell's layer in a phase."""
+        """Return the subject's support for a cell's layer in a phase."""
         return self.subject.registry.states.supports(self.subject.name, self.spec(cell), self.layouts[cell.layout], phase)
 
     def answers(self, cell: StateCell) -> list[Support]:
-        """Return the support for the phase of a cell or, if it has none, for each claimed phase."""
+        """Return the subject's support in the cell's phase or, if the cell has no phase, in each claimed phase."""
         asked = [phase for phase in Phase if (phase in self.claims.phases if cell.phase == "-" else cell.phase == phase.value)]
         return [self.supports(cell, phase) for phase in asked]
 
     def served(self, cell: StateCell) -> frozenset[str]:
-        """Return the phases (of PHASES) in which the subject supports a cell's layer."""
+        """Return the phases (names in PHASES) in which the subject supports a cell's layer."""
         served = {phase for phase in Phase if self.supports(cell, phase)}
         return frozenset(name for name, needed in PHASES.items() if needed <= served)
 
@@ -239,7 +239,7 @@ class StateStage(Grid[Subject, StateCell]):
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 
     def cells(self, quick: bool = False) -> list[StateCell]:
-        """Return the cells of the subject. quick: cover each value of each kind instead of each pair, in every second phase."""
+        """Return the cells of the subject. quick: True to cover each value of each kind, not each pair, in every second phase."""
         found = [StateCell("claims")]
         plain = self.widest()
         if plain is None:
@@ -263,7 +263,7 @@ class StateStage(Grid[Subject, StateCell]):
         return list(dict.fromkeys(found))
 
     def _covering(self, quick: bool) -> list[StateRow]:
-        """Return few layers that contain, in every phase, each pair of accepted values. quick: each pair of a kind and a value.
+        """Return a small set of layers with, in every phase, each pair of accepted values. quick: pairs of a kind and a value.
 
         The layers of a kind alternate between the regimes of decays.
         """
@@ -314,8 +314,8 @@ class StateStage(Grid[Subject, StateCell]):
         return found
 
     def case(self, cell: StateCell, *, padding: int = 2, seed: int = 0, **how: Any) -> StateCase:
-        """Return a step of a cell. padding: number of padding rows, if the phase has any in an engine. how: as in
-        `make_state_case`."""
+        """Return a step of a cell. padding: number of padding rows, if the engine pads steps of this phase. how: arguments
+        of `make_state_case`."""
         most = self.claims.max_draft_tokens + 1
         wanted = LENS[cell.work][cell.phase]
         decodes = cell.phase not in _SCANS
@@ -325,7 +325,7 @@ class StateStage(Grid[Subject, StateCell]):
         return make_state_case(lens, spec, layout, padding_rows=rows, seed=seed, regime=cell.decays, decodes=decodes, **how)
 
     def once(self, cell: StateCell) -> Callable[[], list[Tensor]]:
-        """Return a function that runs a cell's step in new memory, and returns its output and all states."""
+        """Return a function that runs a cell's step in new memory, and returns the output and all states."""
         backend = self.make(cell)
 
         def run() -> list[Tensor]:
@@ -337,7 +337,7 @@ class StateStage(Grid[Subject, StateCell]):
         return run
 
     def many(self, cell: StateCell) -> Callable[[int], None]:
-        """Return a function that runs the steps of all phases in rotation."""
+        """Return a function that runs N steps of all phases in rotation."""
         backend = self.make(cell)
         cases = cycle([self.case(cell.plain("memory", phase=phase)) for phase in sorted(self.served(cell))])
 
@@ -349,7 +349,7 @@ class StateStage(Grid[Subject, StateCell]):
         return steps
 
     def launches(self, cell: StateCell) -> tuple[str, Callable[[], object]]:
-        """Return a function that runs the planned parts of a step."""
+        """Return the names of the backend's calls, and a function that runs the planned parts of a step."""
         backend, case = self.make(cell), self.case(cell)
         out = run_states(backend, case).contiguous()  # compiles
         n, metadata, calls = case.metadata.step.num_prefill_tokens, case.metadata, []
@@ -366,6 +366,6 @@ class StateStage(Grid[Subject, StateCell]):
 
 
 def _some(sizes: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return a few of many sizes, including the smallest and the largest."""
+    """Return a few of the sizes, including the smallest and the largest."""
     known = sorted(set(sizes or ()))
     return tuple(dict.fromkeys((*known[: _MOST_DIMS - 1], *known[-1:])))

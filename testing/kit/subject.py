@@ -1,4 +1,4 @@
-"""The subject of a test: a kernel by name or by file, or a layout, with its registry."""
+"""Subject of a test: a kernel, identified by name or file, with its registry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
 
 PREFIXES: Final = {STATE.name: "states:", LINEAR.name: "linear:", EXPERTS.name: "experts:"}
-"""Kind -> prefix of the name or file of its kernels, because an attention backend may have the same name."""
+"""Kind -> prefix for names and files of its kernels, because an attention backend may have the same name."""
 WORDS: Final = {
     ATTENTION.name: "backend of attention",
     STATE.name: "backend for layers with a state",
@@ -31,23 +31,23 @@ WORDS: Final = {
     EXPERTS.name: "kernel for layers of experts",
 }
 BASELINE = "sdpa.math"
-"""Backend for what the subject does not support, and for alternating with it."""
+"""Backend for the parts that the subject does not support, and for alternating with the subject."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A registered kernel on one device."""
+    """Registered kernel under test on one device."""
 
     registry: Registry
     name: str
     device: torch.device
     file: str = ""
-    """FILE.py or FILE.py:CLASS, as for `--plugin`; "" if the subject was named otherwise."""
+    """FILE.py or FILE.py:CLASS, as for `--plugin`; "" if the subject was not given as a file."""
     kind: OperationKind = ATTENTION
 
     @property
     def plugin(self) -> tuple[str, str, str] | None:
-        """(name, owner, file) of the subject's plugin; the file is "" if it is not one. None if it is not from a plugin."""
+        """(name, owner, file) of the subject's plugin; `file` is "" if the plugin is not a file. None without a plugin."""
         if self.file:
             return self.name, self.file, self.file
         source = self.registry.source_of(self.name, self.kind)
@@ -77,10 +77,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class AttentionSubject(Subject):
-    """A registered attention backend on one device."""
+    """Registered attention backend under test on one device."""
 
     def anew(self) -> AttentionSubject | None:
-        """Return the subject loaded again from its file; None if it has no file, or needs other plugins."""
+        """Return the subject, loaded again from its file; None if it has no file, or needs additional plugins."""
         if not self.file:
             return None
         try:
@@ -90,7 +90,7 @@ class AttentionSubject(Subject):
 
     @cached_property
     def layouts(self) -> dict[str, CacheLayout]:
-        """Name -> layout, for all layouts."""
+        """All layouts, keyed by name."""
         return {name: info.layout for name, info in self.registry.layouts.items()}
 
     def writer(self, layout: str) -> CacheWriter:
@@ -98,7 +98,7 @@ class AttentionSubject(Subject):
         return self.registry.layout(layout).writer(self.device)
 
     def supports(self, spec: AttentionSpec, layout: str, block_size: int, phase: Phase, name: str = "") -> Support:
-        """Return whether the subject, or the backend `name`, supports a layer."""
+        """Return the support of the subject, or of the backend `name`, for a layer."""
         return self.registry.supports(name or self.name, spec, self.layouts[layout], block_size, phase)
 
     def make(self, spec: AttentionSpec, layout: str, block_size: int, name: str = "") -> AttentionBackend:
@@ -109,11 +109,11 @@ class AttentionSubject(Subject):
 def load_subject(
     target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()
 ) -> AttentionSubject:
-    """Return the attention backend of a command line: NAME, broken:NAME, or FILE.py:CLASS.
+    """Return the attention backend for a command-line target: NAME, broken:NAME or FILE.py:CLASS.
 
     plugins: files to register in addition to the installed plugins.
 
-    :raises ConfigError: if the file or class does not exist, or is for another kind of operation.
+    :raises ConfigError: if the file or class does not exist, or is for a different kind of operation.
     :raises HeadwayError: if a name is not registered, or a plugin cannot be registered.
     """
     found = load_any_subject(target, device, registry, plugins)
@@ -123,7 +123,7 @@ def load_subject(
 
 
 def load_any_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:
-    """Return the kernel of a command line, of any kind. One of PREFIXES before the name or file selects the kind; see
+    """Return the kernel of any kind for a command-line target. A prefix in PREFIXES selects the kind; see
     `load_subject`."""
     if target.startswith("broken:"):
         name = target.removeprefix("broken:")
@@ -146,7 +146,7 @@ def load_any_subject(target: str, device: torch.device, registry: Registry | Non
 
 
 def _planted() -> dict[str, type[Any]]:
-    """Return name -> class of every planted mistake."""
+    """Return name -> class for all kernels with planted mistakes."""
     tables = ("attention", "PLANTED"), ("kernels", "PLANTED_STATES"), ("kernels", "PLANTED_KERNELS")
     found: dict[str, type[Any]] = {}
     for module, table in tables:
@@ -180,7 +180,7 @@ def subject_of(
 
 
 def brought_by(plugins: Sequence[str]) -> list[str]:
-    """Return the targets of all kernels that files register, in the form of `load_any_subject`.
+    """Return the targets of all kernels that files register, in the format that `load_any_subject` accepts.
 
     :raises HeadwayError: if a file cannot be registered.
     """

@@ -1,4 +1,4 @@
-"""Linear and MoE kernels in the kit: cells of a kernel, its layers, calls and checks."""
+"""Linear and MoE kernels in the kit: a kernel's cells, layers, calls and checks."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from headway.testing.kit.stage import Grid, Values
 from headway.testing.kit.subject import Subject
 
 ROWS = {"few": (17, 1, 16, 2, 3, 7), "many": (257, 33, 64, 100)}
-"""Work -> rows of x in the calls of one instance: near tile boundaries, largest first, so that later calls could read
+"""Work -> numbers of rows of x in the calls of one instance: near tile boundaries, largest first, so that later calls could read
 leftovers."""
 ROUNDED = 8e-2
-"""Error of a correct answer of a kernel that rounds x to 8 bits."""
+"""Relative error that is correct for a kernel that rounds x to 8 bits."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _UNCLAIMED = "float64"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCell(KitCell):
-    """A cell of a kernel for linear layers."""
+    """Cell of a kernel for linear layers."""
 
     mark: ClassVar = "linear"
     prefixes: ClassVar = {"in_features": "k", "out_features": "n"}
@@ -61,7 +61,7 @@ class LinearCell(KitCell):
         "fused": one_of(FUSED),
     }
     weight: str = "plain"
-    """One of WEIGHTS."""
+    """Name in WEIGHTS of the weight's format."""
     dtype: str = _DTYPES[0]
     in_features: int = 256
     out_features: int = 256
@@ -69,18 +69,18 @@ class LinearCell(KitCell):
     work: str = "few"
     about: str = "-"
     fused: str = ""
-    """One of FUSED; "" means only the GEMM."""
+    """Name in FUSED of the fused operation; "" means only the GEMM."""
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Fields of a result. The weight is stored as the feature."""
+        """Fields of the cell's result. The weight is stored as the feature."""
         shape = f"{self.out_features} x {self.in_features}, {self.numbers} numbers"
         return {"dtype": self.dtype, "feature": self.weight, "work": self.work, "shape": shape}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCell(KitCell):
-    """A cell of a kernel for layers of experts."""
+    """Cell of a kernel for MoE layers."""
 
     mark: ClassVar = "experts"
     prefixes: ClassVar = {"hidden_size": "h", "size": "s", "top_k": "t", "shared": "x"}
@@ -97,19 +97,19 @@ class ExpertCell(KitCell):
     size: int = 128
     """Intermediate size of an expert."""
     expert: str = "silu"
-    """One of _EXPERTS."""
+    """Name in _EXPERTS of an expert's activation and biases."""
     top_k: int = 2
     shared: int = 0
     """Number of shared experts, which every token uses."""
     routing: str = "even"
-    """One of _ROUTING."""
+    """Name in _ROUTING of the assignment of tokens to experts."""
     numbers: str = NUMBERS[0]
     work: str = "few"
     about: str = "-"
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Fields of a result. The weight is stored as the feature."""
+        """Fields of the cell's result. The weight is stored as the feature."""
         shape = f"{self.expert} experts of {self.size}, hidden {self.hidden_size}, top {self.top_k}, {self.shared} shared"
         shape += f", {self.routing} routing, {self.numbers} numbers"
         return {"dtype": self.dtype, "feature": self.weight, "work": self.work, "shape": shape}
@@ -119,19 +119,19 @@ W = TypeVar("W", LinearCell, ExpertCell)
 
 
 class WeightStage(Grid[Subject, W]):
-    """A kernel with weights under test."""
+    """Kernel with weights under test."""
 
     inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS)}
-    """Axes of a call that no kernel can refuse, distributed over the layers."""
+    """Axes of a call, whose values no kernel can refuse; the values are distributed over the layers."""
 
     @abstractmethod
     def case(self, cell: W, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:
-        """Return a call of a cell's layer on the subject's device. seed: seed of the weight. turn: distinguishes calls with the
+        """Return a call of a cell's layer on the subject's device. seed: seed of the weight. turn: index of a call with the
         same weight."""
 
     @property
     def tolerance(self) -> Mapping[torch.dtype, float]:
-        """Maximum error of a correct answer, by dtype of x."""
+        """Maximum relative error of a correct answer, for each dtype of x."""
         declared: Mapping[torch.dtype, float] = self.subject.backend.tolerance
         rounded = ROUNDED if getattr(self.subject.backend, "rounds_input", False) else 0.0
         return {dtype: max(float(error), rounded) for dtype, error in declared.items()}
@@ -141,11 +141,11 @@ class WeightStage(Grid[Subject, W]):
         return max(super().most_tolerance(dtype), ROUNDED * getattr(self.subject.backend, "rounds_input", False))
 
     def answers(self, cell: W) -> list[Support]:
-        """Return the subject's support for the layer, a single one."""
+        """Return a list with the subject's support for the cell's layer."""
         return [self.subject.registry.of(self.subject.kind).supports(self.subject.name, self.spec(cell))]
 
     def make(self, cell: W) -> Any:
-        """Return an instance for a cell's layer."""
+        """Return an instance of the kernel for a cell's layer."""
         return self.subject.backend(self.spec(cell))
 
     def rows_of(self, cell: W) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class WeightStage(Grid[Subject, W]):
         return tuple(rows if most is None else min(rows, most) for rows in ROWS[cell.work])
 
     def cells(self, quick: bool = False) -> list[W]:
-        """Return the cells of the subject. quick: cover each value of the layer with each weight instead of each pair."""
+        """Return the cells of the subject. quick: True to cover each value with each weight instead of each pair of values."""
         found: list[W] = [self.having({}).plain("claims")]
         plain = self.widest()
         if plain is None:
@@ -187,7 +187,7 @@ class WeightStage(Grid[Subject, W]):
         return found
 
     def of_weight(self, cell: W) -> list[W]:
-        """Return further cells of one weight."""
+        """Return the additional cells for a weight's simplest layer."""
         return []
 
     @property
@@ -196,13 +196,13 @@ class WeightStage(Grid[Subject, W]):
         return {}
 
     def once(self, cell: W) -> Callable[[], list[Tensor]]:
-        """Return a function that makes the calls of a cell with one instance, and returns their outputs."""
+        """Return a function that makes all calls of a cell with one instance, and returns the outputs."""
         kernel, cases = self.make(cell), [self.case(cell, rows) for rows in self.rows_of(cell)]
         prepared = kernel.prepare(cases[0].weight)
         return lambda: [GuardedCall(case).run(kernel, prepared) for case in cases]
 
     def many(self, cell: W) -> Callable[[int], None]:
-        """Return a function that makes calls with changing numbers of rows."""
+        """Return a function that makes N calls with changing numbers of rows."""
         kernel, cases = self.make(cell), [self.case(cell, rows) for rows in self.rows_of(cell)]
         prepared, numbers = kernel.prepare(cases[0].weight), count()
 
@@ -216,7 +216,7 @@ class WeightStage(Grid[Subject, W]):
         return steps
 
     def launches(self, cell: W) -> tuple[str, Callable[[], object]]:
-        """Return a function that makes one call."""
+        """Return the name of the kernel's call, and a function that makes one call."""
         kernel = self.make(cell)
         call: GuardedCall = GuardedCall(self.case(cell, self.rows_of(cell)[0]))
         prepared = kernel.prepare(call.case.weight)
@@ -225,13 +225,13 @@ class WeightStage(Grid[Subject, W]):
 
 
 def _turns(inputs: Mapping[str, Values]) -> Iterator[Values]:
-    """Yield combinations of axis values such that each value of one axis soon meets each of the others."""
+    """Yield combinations of axis values in an order in which values of different axes are soon combined in pairs."""
     for number in range(max(map(len, inputs.values())) * 2):
         yield tuple(values[(number + number // len(values)) % len(values)] for values in inputs.values())
 
 
 class GuardedCall:
-    """One call with its own memory: `out` is between guard rows and holds NaN, or the values to add to."""
+    """One call with its own memory: `out` is between guard rows and is filled with NaN, or with the values to add to."""
 
     def __init__(self, case: WeightCase) -> None:
         self.case = case
@@ -251,7 +251,7 @@ class GuardedCall:
     def run(self, kernel: Any, prepared: Any, before: float = torch.nan) -> Tensor:
         """Make the call and return a copy of its output. before: old contents of `out`, unless the call adds to it.
 
-        :raises Finding: if it changes its inputs, or memory outside of `out`.
+        :raises Finding: if the kernel changes its inputs, or memory outside `out`.
         """
         self.fill(before, self.case.onto)
         self.case.call(kernel, prepared, self.out)
@@ -270,7 +270,7 @@ class GuardedCall:
     def check(self) -> None:
         """Check that only `out` has changed.
 
-        :raises Finding: if anything else has.
+        :raises Finding: if any other memory has changed.
         """
         names = ["x", "experts", "scores"][: len(self.case.given)]
         for place, (now, before) in enumerate(zip(self._read(), self._before, strict=True)):
@@ -295,25 +295,25 @@ def _drawn(name: str, shape: tuple[int, int], dtype: torch.dtype, numbers: str, 
 
 
 def _fits(name: str, *in_features: int) -> bool:
-    """Return whether the columns of a weight are divisible into whole groups."""
+    """Return whether a weight's columns divide into whole groups for all these numbers of columns."""
     kind, *words = name.split("-")
     group = 32 if kind == "mxfp4" else int(words[0]) if kind == "int4" else 1
     return all(size % group == 0 for size in in_features)
 
 
 class LinearStage(WeightStage[LinearCell]):
-    """A linear kernel under test."""
+    """Linear kernel under test."""
 
     cell = LinearCell
 
     @cached_property
     def values(self) -> Mapping[str, Values]:
-        """Values of each axis, claimed or not, the simplest first."""
+        """Values of each axis, claimed or unclaimed, the simplest first."""
         sizes = {"in_features": (256, 96, 1120, 72), "out_features": (256, 72, 257, 96)}
         return {"weight": WEIGHTS, "dtype": _DTYPES, **sizes}
 
     def spec(self, cell: LinearCell) -> LinearSpec:
-        """Return the layer of a cell."""
+        """Return the spec of a cell's layer."""
         n, k, dtype = cell.out_features, cell.in_features, DTYPES.get(cell.dtype, torch.float64)
         return LinearSpec(
             *(k, n, dtype, self.subject.device, _format_of(cell.weight, n, k), cell.fused == "norm", cell.fused == "bias"),
@@ -322,7 +322,7 @@ class LinearStage(WeightStage[LinearCell]):
         )
 
     def whole(self, cell: LinearCell) -> LinearCell | None:
-        """Return the cell, or None if its groups are not whole."""
+        """Return the cell; None if its weight does not divide into whole groups."""
         return cell if _fits(cell.weight, cell.in_features) else None
 
     @property
@@ -341,7 +341,7 @@ class LinearStage(WeightStage[LinearCell]):
         return fused_case(weight, x, cell.fused, layer, drawn, spec.device)
 
     def of_weight(self, cell: LinearCell) -> list[LinearCell]:
-        """Return further cells of one weight: each fused operation that the subject claims."""
+        """Return answer and graph cells for each fused operation that the subject claims, with the same weight."""
         fused = () if hasattr(self.subject.backend, "compute") else self.subject.claims.fused
         return [cell.having({"fused": part}).plain(check) for part in sorted(fused) for check in ("answer", "graph")]
 
@@ -355,26 +355,26 @@ _EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Activation and biases of an expert -> fields of its `ExpertsConfig`. clamped-biases: gpt-oss. relu2: Nemotron-H."""
 _ROUTING = ("even", "one", "some", "equal")
-"""even: any experts. one: the same experts for all tokens. some: the last experts get no token. equal: all scores are equal."""
+"""Routing. even: random experts. one: the same for all tokens. some: the last experts get no token. equal: equal scores."""
 _NUM_EXPERTS = 8
 _MOST = 2
 """`Drawn.most` for experts: the squared ReLU of larger numbers overflows float16."""
 
 
 class ExpertsStage(WeightStage[ExpertCell]):
-    """A kernel for layers of experts (MoE) under test."""
+    """MoE kernel under test."""
 
     cell = ExpertCell
     inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS), "routing": _ROUTING}
 
     @cached_property
     def values(self) -> Mapping[str, Values]:
-        """Values of each axis, claimed or not, the simplest first."""
+        """Values of each axis, claimed or unclaimed, the simplest first."""
         sizes = {"hidden_size": (256, 128, 96), "size": (128, 64, 96), "top_k": (2, 1, 8), "shared": (0, 1, 2)}
         return {"weight": WEIGHTS, "dtype": _DTYPES, "expert": tuple(_EXPERTS), **sizes}
 
     def spec(self, cell: ExpertCell) -> ExpertsSpec:
-        """Return the layer of a cell."""
+        """Return the spec of a cell's layer."""
         sizes: dict[str, Any] = {"num_experts": _NUM_EXPERTS, "top_k": cell.top_k, "intermediate_size": cell.size}
         sizes["shared_intermediate_size"] = cell.shared * cell.size
         config = ExpertsConfig(**sizes, **_EXPERTS[cell.expert])
@@ -384,7 +384,7 @@ class ExpertsStage(WeightStage[ExpertCell]):
         return ExpertsSpec(config, cell.hidden_size, dtype, self.subject.device, formats[0], formats[1])
 
     def whole(self, cell: ExpertCell) -> ExpertCell | None:
-        """Return the cell, or None if its groups are not whole, or a block would span two experts."""
+        """Return the cell; None if its weights do not divide into whole groups, or a block would span two experts."""
         apart = "order" in cell.weight or cell.weight == "fp8-tensor"
         blocks = cell.weight != "fp8-128x128" or (cell.size % 128 == 0 and cell.hidden_size % 128 == 0)
         return cell if _fits(cell.weight, cell.size, cell.hidden_size) and blocks and not apart else None
@@ -425,9 +425,9 @@ class ExpertsStage(WeightStage[ExpertCell]):
 
 
 _ELEMENT, _ROW = 8.0, 3.0
-"""Factors on the tolerance for one element and one row: few values scatter more than a whole answer."""
+"""Factors on the tolerance for a single element and a single row, whose errors vary more than that of the whole output."""
 _FINITE = 192.0
-"""Contents of `out` before some calls instead of NaN, which could be skipped as missing."""
+"""Content of `out` before some calls, instead of NaN, which a check could ignore as missing."""
 
 
 def claims(stage: WeightStage[Any], cell: Any) -> str:
@@ -445,7 +445,7 @@ def claims(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def answer(stage: WeightStage[Any], cell: Any) -> str:
-    """Run one instance on one layer with several numbers of rows; `out` holds NaN, or a number, before each call."""
+    """Run one instance on one layer with several numbers of rows; `out` is filled with NaN or a number before each call."""
     calls = [GuardedCall(stage.case(cell, rows)) for rows in stage.rows_of(cell)]
     kernel = stage.make(cell)
     prepared = _prepare(kernel, calls[0].case, cell)
@@ -472,7 +472,7 @@ def _run(stage: WeightStage[Any], kernel: Any, prepared: Any, call: GuardedCall,
 def judge(stage: WeightStage[Any], case: WeightCase, out: torch.Tensor) -> None:
     """Compare the output of a call with the correct answer.
 
-    :raises Finding: if it is wrong as a whole, in a row or in an element.
+    :raises Finding: if the whole output, a row or an element is wrong.
     """
     tolerance, found = stage.tolerance[out.dtype], out.cpu().double()
     error, apart = distance(found, case.right), (found - case.right).abs()
@@ -492,7 +492,7 @@ def judge(stage: WeightStage[Any], case: WeightCase, out: torch.Tensor) -> None:
 
 
 def prepare(stage: WeightStage[Any], cell: Any) -> str:
-    """Check one instance with several layers, one of them prepared twice."""
+    """Check one instance with several layers, one of which is prepared twice."""
     first, second = (GuardedCall(stage.case(cell, stage.rows_of(cell)[0], seed)) for seed in (0, 1))
     kernel = stage.make(cell)
     kept = [(call, kernel.prepare(call.case.weight)) for call in (first, second, first)]
@@ -519,7 +519,7 @@ def instances(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def invariant(stage: WeightStage[Any], cell: Any) -> str:
-    """Check that rows have the same bits without the other rows, and in another order."""
+    """Check that rows have the same bits without the other rows, and in a different order."""
     case, kernel = stage.case(cell, stage.rows_of(cell.having({"work": "many"}))[0]), stage.make(cell)
     prepared, rows = kernel.prepare(case.weight), len(case.right)
     whole = GuardedCall(case).run(kernel, prepared)
@@ -534,7 +534,7 @@ def invariant(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def graph(stage: WeightStage[Any], cell: Any) -> str:
-    """Check a captured call replayed with other rows; on a CPU, the call is repeated."""
+    """Check a captured call that is replayed with different rows; on a CPU, the call is repeated."""
     if stage.subject.backend.graph_level is GraphLevel.NONE:
         raise Skipped("graph_level: needs more, got NONE, so no engine captures it")
     for rows in sorted({stage.rows_of(cell)[0], 1}):

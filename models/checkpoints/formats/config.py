@@ -30,7 +30,7 @@ from headway.models.checkpoints.formats.stored import (
 )
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files with quantization settings outside of config.json (AutoGPTQ, AWQ, ModelOpt), and the default method of each."""
+"""Files with quantization settings outside of config.json (AutoGPTQ, AWQ, ModelOpt), each with its default method."""
 Item = TypeVar("Item")
 _GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -64,14 +64,14 @@ def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization |
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Settings of a file, or a nested part of them."""
+    """Quantization settings of one file, or a nested mapping of them."""
 
     folder: Path
     place: str
     values: Mapping[str, Any]
 
     def get(self, *keys: str) -> Any:
-        """Return the value of the first key that is present."""
+        """Return the value of the first key that is present, or None if no key is."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
     def part(self, key: str) -> _Settings:
@@ -84,7 +84,7 @@ class _Settings:
         raise ModelError(f"model {self.folder}: {self.place}: {key} needs {need}, got {shown(got)}")
 
     def expect(self, key: str, *allowed: object, absent: object = None) -> Any:
-        """Return the value of a key after checking that it is one of `allowed`. absent: value if the key is missing."""
+        """Return the value of a key after checking that it is one of `allowed`. absent: default value."""
         value = self.values.get(key)
         value = absent if value is None else value
         if not any(value == each and type(value) is type(each) for each in allowed):
@@ -92,7 +92,7 @@ class _Settings:
         return value
 
     def one_of(self, key: str, value: object, known: Mapping[str, Item]) -> Item:
-        """Return the entry of `known` that a key's value names. value: the value of the key."""
+        """Return the entry of `known` that a key's value names. value: the key's value."""
         if not isinstance(value, str) or value not in known:
             self.refuse(key, " or ".join(known), value)
         return known[value]
@@ -111,7 +111,7 @@ class _Settings:
 def _check_cache(settings: _Settings) -> None:
     """Check that the KV cache, if quantized, is FP8 with one scale per layer stored in the checkpoint.
 
-    :raises ModelError: if it is quantized otherwise.
+    :raises ModelError: if the cache is quantized in a different way.
     """
     scheme = settings.get("kv_cache_quant_algo", "kv_cache_scheme")
     usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -241,7 +241,7 @@ METHODS: Mapping[str, Callable[[_Settings], tuple[FormatRule, ...]]] = {
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
 }
-"""Reader of each method's settings, by the method's name."""
+"""Functions that convert a method's settings to format rules, keyed by the method's name."""
 
 
 def _group_size(settings: _Settings, size: object) -> int:

@@ -17,12 +17,12 @@ from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Fl
 _LARGEST: Final = 448.0
 """Largest FP8 (e4m3) value."""
 _LEAST: Final = 1e-12
-"""Scale of rows of zeros."""
+"""Minimum scale, which avoids division by 0 if all values are 0."""
 
 
 def float8(weight: Tensor, block: tuple[int, int] | None = None) -> Float8Weight:
-    """Quantize to FP8, with a scale per block that makes its largest magnitude 448. weight: [N, K]. block: rows and columns of a
-    block; None means one row.
+    """Quantize to FP8, with a scale per block that maps the block's largest magnitude to 448. weight: [N, K].
+    block: rows and columns per block; None means one row.
     """
     rows, columns = weight.shape
     high, wide = block or (1, columns)
@@ -34,13 +34,13 @@ def float8(weight: Tensor, block: tuple[int, int] | None = None) -> Float8Weight
 
 
 def int8(weight: Tensor) -> Int8Weight:
-    """Quantize to int8, with a scale per row that makes its largest magnitude 127. weight: [N, K]."""
+    """Quantize to int8, with a scale per row that maps the row's largest magnitude to 127. weight: [N, K]."""
     scales = (weight.float().abs().amax(1) / 127).clamp(min=_LEAST)
     return Int8Weight((weight.float() / scales[:, None]).round().to(torch.int8), scales)
 
 
 def int4(weight: Tensor, group_size: int) -> Int4Weight:
-    """Quantize to int4, with a scale per group that makes its largest magnitude 7. weight: [N, K], K a multiple of group_size."""
+    """Quantize to int4; each group's scale maps its largest magnitude to 7. weight: [N, K], K a multiple of group_size."""
     groups = weight.float().view(len(weight), -1, group_size)
     scales = (groups.abs().amax(2) / 7).clamp(min=_LEAST).to(weight.dtype)
     codes = ((groups / scales.float()[:, :, None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
@@ -48,9 +48,9 @@ def int4(weight: Tensor, group_size: int) -> Int4Weight:
 
 
 def float4(weight: Tensor) -> Float4Weight:
-    """Quantize to MXFP4: a power of two per 32 columns makes the largest magnitude 4 to 8, and values above 6 become 6.
+    """Quantize to MXFP4: a power-of-two scale per 32 columns maps the largest magnitude to 4 to 8; values above 6 become 6.
 
-    weight: [N, K], K a multiple of 32. The rule is 6.3 in the Open Compute Project's specification of MX formats.
+    weight: [N, K], K a multiple of 32. The rule is in section 6.3 of the Open Compute Project's MX specification.
     """
     groups = weight.float().view(len(weight), -1, MX_GROUP)
     largest = groups.abs().amax(2).clamp(min=2.0**-120)
@@ -65,11 +65,11 @@ def float4(weight: Tensor) -> Float4Weight:
 
 
 Octets = Callable[..., Tensor]
-"""Function that draws uint8 values of a shape from a uniform distribution."""
+"""Function that draws uniform random uint8 values. Its arguments are the sizes of the axes."""
 
 
 _NO_NUMBER: Final = 0x7F
-"""Bits of a NaN in float8_e4m3fn, without the sign."""
+"""Bit pattern of a NaN in float8_e4m3fn, without the sign bit."""
 
 
 def _deviation(values: Tensor) -> float:
@@ -77,7 +77,7 @@ def _deviation(values: Tensor) -> float:
 
 
 def drawn_float8(octets: Octets, rows: int, columns: int, std: float, block: tuple[int, int] | None = None) -> Float8Weight:
-    """Draw uniform FP8 bit patterns. block: rows and columns that share a scale; None means one row."""
+    """Draw uniform FP8 bit patterns. block: number of rows and columns that share a scale; None means one row."""
     high, wide = block or (1, columns)
     codes = octets(rows, columns)
     codes.masked_fill_((codes & _NO_NUMBER) == _NO_NUMBER, 0)
@@ -87,7 +87,7 @@ def drawn_float8(octets: Octets, rows: int, columns: int, std: float, block: tup
 
 
 def drawn_int8(octets: Octets, rows: int, columns: int, std: float) -> Int8Weight:
-    """Draw integers from -127 to 127; 0 is twice as likely as others."""
+    """Draw integers from -127 to 127; 0 is twice as likely as any other value."""
     values = octets(rows, columns).view(torch.int8)
     values.masked_fill_(values == -128, 0)
     scale = std / _deviation(torch.arange(-127, 128))
@@ -95,7 +95,7 @@ def drawn_int8(octets: Octets, rows: int, columns: int, std: float) -> Int8Weigh
 
 
 def drawn_int4(octets: Octets, rows: int, columns: int, std: float, group_size: int, dtype: torch.dtype) -> Int4Weight:
-    """Draw integers from -7 to 7; 0 is twice as likely as others. dtype: dtype of the scales. columns: multiple of group_size."""
+    """Draw integers from -7 to 7; 0 is twice as likely as others. dtype: the scales' dtype. columns: multiple of group_size."""
     packed = octets(rows, columns // 2)
     for least, zero in ((0x0F, 0x08), (0xF0, 0x80)):
         packed |= ((packed & least) == 0).to(torch.uint8) * zero
@@ -105,7 +105,7 @@ def drawn_int4(octets: Octets, rows: int, columns: int, std: float, group_size: 
 
 
 def drawn_float4(octets: Octets, rows: int, columns: int, std: float) -> Float4Weight:
-    """Draw uniform FP4 values; each group has one of two exponents, with frequencies that give the deviation `std`."""
+    """Draw uniform FP4 values; the frequencies of the groups' two exponents give the standard deviation `std`."""
     square = (std / _deviation(torch.tensor(FP4_VALUES))) ** 2
     low = int(torch.frexp(torch.tensor(square**0.5, dtype=torch.float64)).exponent) - 1  # 4 ** low <= square < 4 ** (low + 1)
     larger = round(256 * (square / 4.0**low - 1) / 3)
@@ -115,4 +115,4 @@ def drawn_float4(octets: Octets, rows: int, columns: int, std: float) -> Float4W
 
 
 ON_LOADING: Final[Mapping[str, Callable[[Tensor], Weight]]] = {"fp8": float8}
-"""Quantization functions of `--quantization`, by its values."""
+"""Quantization function for each value of `--quantization`."""

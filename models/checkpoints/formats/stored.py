@@ -1,7 +1,7 @@
-"""Storage formats of quantized weights: FP8, int8, FP4 and groups of integers.
+"""Storage formats of quantized weights: FP8, int8, FP4 and integers with group scales.
 
-FP8 is stored by DeepSeek, compressed-tensors and ModelOpt; int8 is W8A8; FP4 is MXFP4 and NVFP4; groups of integers are AWQ, GPTQ
-and pack-quantized. Formats without a kernel are dequantized while loading.
+FP8 is stored by DeepSeek, compressed-tensors and ModelOpt; int8 is W8A8; FP4 is MXFP4 and NVFP4; integers with group scales
+are AWQ, GPTQ and pack-quantized. Formats without a kernel are dequantized while loading.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from headway.models.checkpoints.tensor_files import PLAIN, TensorFiles
 
 
 class QuantizedModule:
-    """The tensors of one module, by the suffixes of their names, and the axes of the weight that they encode."""
+    """Tensors of one module, accessed by name suffix, and the axes of the weight that they encode."""
 
     def __init__(self, files: TensorFiles, name: str, axes: tuple[Axis, ...], dtype: torch.dtype) -> None:
-        """name: without `.weight`; axes: out_features and in_features, or a tensor of experts'; dtype: the model's."""
+        """name: module name without `.weight`. axes: out_features and in_features, or a stack's 3 axes. dtype: the model's."""
         self.name = name
         self.axes = axes
         self.dtype = dtype
         self.num_bytes = 0
-        """Bytes read so far."""
+        """Number of bytes read so far."""
         self._files = files
 
     @property
     def rows(self) -> Axis:
-        """Axis of out_features."""
+        """Axis of out_features, as sharded over ranks."""
         return self.axes[0]
 
     @property
     def columns(self) -> Axis:
-        """Axis of in_features."""
+        """Axis of in_features, as sharded over ranks."""
         return self.axes[1]
 
     def elements(self, suffix: str) -> str:
@@ -58,7 +58,7 @@ class QuantizedModule:
         return self._files.elements(self.name + suffix)
 
     def suffix_of(self, suffixes: Sequence[str]) -> str:
-        """Return the first suffix that the module has a tensor for, else the first that other modules have, else the first."""
+        """Return the first suffix with a tensor in this module; else the first used by any module; else the first of all."""
         found = [suffix for suffix in suffixes if self.elements(suffix)]
         return next(iter(found or [suffix for suffix in suffixes if self._files.has_any(suffix)] or suffixes))
 
@@ -67,16 +67,16 @@ class QuantizedModule:
         return self._files.shape(self.name + suffix)
 
     def use(self, suffixes: tuple[str, ...]) -> None:
-        """Count the module's tensors as read, whether or not its weight is made of them."""
+        """Count the module's tensors with these suffixes as read, even if its weight does not depend on them."""
         for suffix in suffixes:
             self._files.use(self.name + suffix)
 
     def take(self, suffix: str, elements: tuple[str, ...], shape: Sequence[int | Axis]) -> Tensor:
         """Read this rank's shard of one tensor.
 
-        elements: allowed dtypes, by torch's names.
+        elements: allowed dtypes, as torch names them.
 
-        :raises ModelError: if the tensor is missing, has another dtype, or another shape.
+        :raises ModelError: if the tensor is missing or has a different dtype or shape.
         """
         name = self.name + suffix
         if name not in self._files:
@@ -95,9 +95,9 @@ class QuantizedModule:
     ) -> Tensor:
         """Read scales in the stored dtype.
 
-        signed: True if scales may be negative, as some tools write them for groups of integers.
+        signed: True if scales may be negative, as some tools write them for group scales of integers.
 
-        :raises ModelError: also if a scale is 0, not finite, or negative while `signed` is false.
+        :raises ModelError: as for `take`, or if a scale is 0, not finite, or negative while `signed` is false.
         """
         scales = self.take(suffix, elements, shape)
         values = scales.float()
@@ -113,7 +113,7 @@ class QuantizedModule:
         return ModelError(f"weights: {name} ({self._files.file_of(name)}) {need}, got {got}")
 
     def divided(self, size: int) -> int:
-        """Return the number of groups of columns. size: columns per group.
+        """Return the number of column groups. size: number of columns per group.
 
         :raises ModelError: if `size` does not divide in_features.
         """
@@ -130,14 +130,14 @@ class StoredFormat(ABC):
     suffixes: ClassVar[tuple[str, ...]]
     """Suffixes of all tensor names that a module of the format may have, including activation scales."""
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = ("", ())
-    """Suffix of the tensor of quantized values, and the dtypes that identify the format; () means any dtype."""
+    """Suffix of the tensor with quantized values, and the dtypes that identify the format; () means any dtype."""
     of_experts: ClassVar[bool] = False
-    """True if the format applies only to tensors with all experts of a layer, and leaves other linear layers plain."""
+    """True if the format applies only to stacked expert tensors, and other linear layers are unquantized."""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """Name of the format, for the log and for errors."""
+        """Name of the format, for log lines and error messages."""
 
     def holds(self, module: QuantizedModule) -> bool:
         """Return whether the module's tensors have this format, judged by their names and dtypes."""
@@ -146,7 +146,7 @@ class StoredFormat(ABC):
         return found in known if known else bool(found)
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """Return the elements of each axis that must be read together; a rank's shard is widened to multiples of them."""
+        """Return, for each axis, the number of elements that must be read together; shards are widened to multiples of it."""
         return 1, 1
 
     @abstractmethod
@@ -157,26 +157,26 @@ class StoredFormat(ABC):
         """
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> QuantizedWeight | None:
-        """Draw a random weight [rows, columns] of deviation `std` in the result format of `read`; None if `read` dequantizes.
+        """Draw a random weight [rows, columns] in the format that `read` returns; None if `read` dequantizes.
 
-        octets: draws the quantized values; dtype: the model's.
+        octets: function that draws quantized values. std: standard deviation. dtype: the model's dtype.
         """
         return None
 
 
 _FLOAT8, _INT8 = ("float8_e4m3fn",), ("int8",)
 _POWERS = "float8_e8m0fnu"
-"""torch's name of the dtype of scales that are powers of two."""
+"""torch's name of the dtype for power-of-two scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Format(StoredFormat):
-    """`weight` float8_e4m3fn [N, K] times `weight_scale` (or `weight_scale_inv`, which multiplies too)."""
+    """`weight` float8_e4m3fn [N, K] times `weight_scale` (or `weight_scale_inv`, which is also a factor)."""
 
     scales: Literal["tensor", "channel"] | tuple[int, int]
-    """Scope of a scale: the tensor, a row, or a block of this many rows and columns."""
+    """Scope of each scale: the tensor, one row (channel), or a block given as (rows, columns)."""
     inverse_name: bool = False
-    """True if the method names scales `weight_scale_inv`."""
+    """True if the quantization method names its scales `weight_scale_inv`."""
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".weight", _FLOAT8)
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".weight", ".weight_scale", ".weight_scale_inv"),
@@ -237,7 +237,7 @@ class Int8Format(StoredFormat):
 
 
 def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", "channel"]) -> Tensor:
-    """Return float32 [N]: a scale per row of this rank's shard; a single scale is repeated."""
+    """Return float32 [N]: one scale per row of this rank's shard; a single scale is repeated for every row."""
     stored = module.shape(suffix) if module.elements(suffix) else [1]
     if scales == "tensor":
         shape = stored if stored in ([], [1], [1, 1]) else [1]
@@ -253,9 +253,9 @@ def _is_cut_within(module: QuantizedModule, rows: int) -> bool:
 
 _OCTETS = ("uint8",)
 _NV_GROUP = 16
-"""Elements of a row that share a scale in NVFP4."""
+"""Number of consecutive elements of a row that share a scale in NVFP4."""
 _NAN = 255
-"""Exponent that encodes NaN."""
+"""Scale exponent that encodes NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class ExpertsMxfp4(StoredFormat):
         return 1, MX_GROUP, 1
 
     def read(self, module: QuantizedModule) -> Float4Weight:
-        """Return the weight with the rows of all experts: [E * N, K]."""
+        """Return the weight with the concatenated rows of all experts: [E * N, K]."""
         experts, columns, rows = module.axes
         groups = columns.units(MX_GROUP)
         blocks = module.take("_blocks", _OCTETS, (experts, rows, groups, MX_GROUP // 2))
@@ -292,14 +292,14 @@ class ExpertsMxfp4(StoredFormat):
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4(StoredFormat):
-    """NVFP4: values uint8 [N, K / 2], `weight_scale` float8 [N, K / 16], and a scale of the whole tensor."""
+    """NVFP4: values uint8 [N, K / 2], `weight_scale` float8 [N, K / 16], and one scale for the whole tensor."""
 
     codes: str
-    """Suffix of the tensor of quantized values."""
+    """Suffix of the tensor with quantized values."""
     scale: str
-    """Suffix of the scale of the whole tensor."""
+    """Suffix of the scale for the whole tensor."""
     divides: bool
-    """True if the scale of the whole tensor divides instead of multiplying."""
+    """True if values are divided by the scale of the whole tensor; False if they are multiplied by it."""
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".weight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".weight_global_scale"),
         *(".input_scale", ".input_global_scale"),
@@ -335,10 +335,10 @@ def _codes(octets: Tensor) -> Tensor:
 
 
 _WORD = 32
-"""Bits of a word."""
+"""Number of bits in a packed word."""
 _WORDS, _INDICES = ("int32",), ("int32", "int64")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions in a word at which AWQ stores 8 consecutive columns."""
+"""Position within a word of each of 8 consecutive columns, as AWQ stores them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,11 +348,11 @@ class IntegerGroups(StoredFormat):
     name: ClassVar[str]
     bits: int
     group_size: int
-    """Columns of a row that share a scale; -1 means all."""
+    """Number of consecutive columns that share a scale; -1 means all columns."""
 
     @property
     def codes(self) -> int:
-        """Quantized values per word."""
+        """Number of quantized values per word."""
         return _WORD // self.bits
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
@@ -360,7 +360,7 @@ class IntegerGroups(StoredFormat):
         return self.codes, self.codes if count == 1 else size
 
     def group(self, module: QuantizedModule) -> tuple[int, int]:
-        """Return the columns per group and the number of groups of the unsharded weight."""
+        """Return the number of columns per group, and the number of groups in the unsharded weight."""
         size = module.columns.whole if self.group_size == -1 else self.group_size
         return size, module.divided(size)
 
@@ -371,9 +371,9 @@ class IntegerGroups(StoredFormat):
     def weight(
         self, module: QuantizedModule, codes: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None = None
     ) -> Int4Weight | Tensor:
-        """Return an `Int4Weight` for the kernels if the values have 4 bits and fit it, else the dequantized weight.
+        """Return an `Int4Weight` for the kernels if it can represent the 4-bit values, else the dequantized weight.
 
-        codes: uint8 [N, K]; scales: [N, groups]; zeros: uint8 [N, groups], zero points; None means the middle of the range.
+        codes: uint8 [N, K]; scales: [N, groups]; zeros: uint8 [N, groups], zero points; None means the middle of the value range.
         group_of: int64 [K], the group of each column; None means that groups are consecutive columns.
         """
         size = codes.shape[1] // scales.shape[1] if group_of is None else self.group(module)[0]
@@ -401,7 +401,7 @@ class IntegerGroups(StoredFormat):
 
 @dataclass(frozen=True, slots=True)
 class Awq(IntegerGroups):
-    """`qweight` int32 [K, N / 8], `qzeros` [groups, N / 8], `scales` [groups, N] (the layout that AutoAWQ calls gemm)."""
+    """`qweight` int32 [K, N / 8], `qzeros` [groups, N / 8], `scales` [groups, N] (AutoAWQ's `gemm` layout)."""
 
     name: ClassVar[str] = "AWQ"
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".qweight", ())
@@ -419,10 +419,10 @@ class Awq(IntegerGroups):
 
 @dataclass(frozen=True, slots=True)
 class Gptq(IntegerGroups):
-    """`qweight` int32 [K / 8, N], `qzeros` [groups, N / 8], `scales` [groups, N], `g_idx` [K], the group of each column."""
+    """`qweight` int32 [K / 8, N], `qzeros` [groups, N / 8], `scales` [groups, N], `g_idx` [K] (group of each column)."""
 
     less_one: bool
-    """True if zero points are stored less 1, as in the first version of the format."""
+    """True if the stored zero points are 1 too low, as in the first version of the format."""
     name: ClassVar[str] = "GPTQ"
     codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".qweight", ())
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales", ".g_idx")
@@ -482,14 +482,14 @@ def _awq_columns(words: Tensor) -> Tensor:
 
 
 def _groups(module: QuantizedModule, size: int, count: int) -> Axis:
-    """Return the axis of this rank's groups; a row with a single group may be split anywhere."""
+    """Return the axis of this rank's column groups; a row with a single group may be sharded anywhere."""
     return Axis.all(1) if count == 1 else module.columns.units(size)
 
 
 def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Tensor | None:
-    """Return the group of each column of this rank's shard; None if groups are consecutive columns, or no order is stored.
+    """Return the group of each column of this rank's shard; None if groups are consecutive columns or none are stored.
 
-    :raises ModelError: if a group number is out of range.
+    :raises ModelError: if a group index is out of range.
     """
     if not module.elements(suffix):
         return None
@@ -505,14 +505,14 @@ def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Te
 
 @dataclass(frozen=True, slots=True)
 class FormatRule:
-    """A format and the modules that it applies to."""
+    """A storage format and the modules that it applies to."""
 
     targets: tuple[str, ...]
-    """Names of modules, patterns after `re:`, or classes such as Linear, which mean all modules; empty also means all."""
+    """Module names, patterns that begin with `re:`, or classes such as Linear. A class or an empty tuple means all modules."""
     format: StoredFormat
 
     def names(self, module: str) -> bool:
-        """Return whether a name or a pattern among the targets matches the module. Such a rule precedes one for a class."""
+        """Return whether a name or pattern in `targets` matches the module. Such a rule takes precedence over general rules."""
         return any(_matches(target, module) for target in self.targets)
 
     @property
@@ -523,19 +523,19 @@ class FormatRule:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The formats of a checkpoint's quantised weights."""
+    """Storage formats of a checkpoint's quantized weights."""
 
     place: str
-    """Description of the place that states the quantization, for messages."""
+    """Description of the file or key that states the quantization, for messages."""
     rules: tuple[FormatRule, ...]
     method: str = ""
-    """Name of the method, one of METHODS."""
+    """Name of the quantization method, a key of METHODS."""
     extra_folder: str | None = None
-    """Subfolder of the model's folder with additional quantized weights; None if there is none."""
+    """Subfolder of the model's folder with additional quantized weights; None if there is no such folder."""
 
     @property
     def label(self) -> str:
-        """Names of the formats."""
+        """Names of the storage formats, for log lines and error messages."""
         return ", ".join(dict.fromkeys(rule.format.label for rule in self.rules))
 
     def format_of(self, module: QuantizedModule) -> StoredFormat | None:
@@ -547,7 +547,7 @@ class Quantization:
 
 
 def _matches(target: str, module: str) -> bool:
-    """Return whether a target of compressed-tensors matches a module. A pattern is matched at the beginning of the name."""
+    """Return whether a compressed-tensors target matches a module. Patterns are matched from the beginning of the name."""
     if not target.startswith("re:"):
         return module == target
     try:

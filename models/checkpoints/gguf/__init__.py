@@ -1,1 +1,1 @@
-"""Models in .gguf files."""
+"""Loading of models from .gguf files."""

@@ -22,7 +22,7 @@ PREFIX = ".gguf_"
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks(StoredFormat):
-    """A tensor uint8 [N, blocks, num_bytes] of blocks, stored in addition to the dequantized weight."""
+    """Format of a uint8 tensor [N, blocks, num_bytes] with GGUF blocks, stored in addition to the dequantized weight."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".weight", *(PREFIX + name for name in BLOCK_TYPES))
 
@@ -52,9 +52,9 @@ FOLDER = "gguf_blocks"
 
 
 def write_blocks(path: Path, folder: Path) -> None:
-    """Save the blocks of the .gguf tensors whose dequantized weights are in the converted folder, in its order of rows.
+    """Save the blocks of the .gguf tensors whose dequantized weights are in the converted folder, in the same row order.
 
-    llama.cpp permutes the rows of q and k; the blocks are stored in the order of the plain weight.
+    llama.cpp permutes the rows of q and k; the blocks are saved in the row order of the dequantized weight.
     """
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
@@ -85,7 +85,7 @@ def _plain_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _blocks_of(stored: Any, plain: Tensor, reader: Any, architecture: str) -> Tensor | None:
-    """Return the blocks of a tensor in the order of the plain weight's rows; None if the values differ."""
+    """Return a tensor's blocks in the row order of the plain weight; None if no known order gives the same values."""
     kind = BLOCK_TYPES[stored.tensor_type.name]
     blocks = torch.from_numpy(numpy.array(stored.data)).view(len(plain), -1, kind.num_bytes)
     weight = GgufWeight((stored.tensor_type.name,), (blocks,)).dequantized(torch.float32)
@@ -98,7 +98,7 @@ def _blocks_of(stored: Any, plain: Tensor, reader: Any, architecture: str) -> Te
 
 
 def _orders(rows: int, reader: Any, architecture: str) -> Iterator[Tensor]:
-    """Yield the possible orders of a weight's rows in the file: unchanged, and with the halves of each head interleaved."""
+    """Yield the possible row orders of a weight in the file: unchanged, and with the halves of each head interleaved."""
     yield torch.arange(rows)
     for key in ("head_count", "head_count_kv"):
         field = reader.fields.get(f"{architecture}.attention.{key}")
@@ -108,7 +108,7 @@ def _orders(rows: int, reader: Any, architecture: str) -> Iterator[Tensor]:
 
 
 def stored_blocks(folder: Path) -> Quantization | None:
-    """Return the format of the blocks next to a converted model's weights; None if there are none."""
+    """Return the quantization for the GGUF blocks of a converted model; None if it has no blocks."""
     if not (folder / FOLDER).is_dir():
         return None
     return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), extra_folder=FOLDER)

@@ -42,7 +42,7 @@ _ABANDONED = 3600.0  # Seconds after which a conversion counts as abandoned
 _UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))  # Errors of writing, not of reading
 _TEXTS = ([8], [9, 8])  # .gguf types of a string and of an array of strings
 _FORM = "with blocks, scaled positions and ends"
-"""Contents of a converted folder. A change makes every file be converted again."""
+"""Description of a converted folder's contents. Changing it causes every file to be converted again."""
 
 
 def missing_readers() -> list[str]:
@@ -53,9 +53,9 @@ def missing_readers() -> list[str]:
 def convert(path: Path) -> Path:
     """Return the folder with the model's float32 weights and tokenizer, converting the file if needed (SmolLM2-135M: about 20 s).
 
-    The folder appears complete or not at all, so concurrent first starts are safe. A folder with truncated files is made again,
-    and leftovers of killed conversions are removed. Each release of transformers has a separate folder: the tokenizers that 5.4
-    and 5.5 wrote split texts differently.
+    The folder appears complete or not at all, so concurrent first starts are safe. Truncated folders are converted again,
+    and leftovers of killed conversions are removed. Each release of transformers has a separate folder: the tokenizers written by
+    releases 5.4 and 5.5 split texts differently.
 
     :raises ModelError: if no such file exists, no gguf reader is installed, or transformers cannot read the file.
     """
@@ -84,7 +84,7 @@ def convert(path: Path) -> Path:
 
 
 def _damage(folder: Path) -> str:
-    """Return what is wrong with the files of a converted model, judged by their ends; empty if nothing is."""
+    """Return a description of a converted model's damaged files, judged by their ends; empty if all are intact."""
     for path in (folder / "config.json", *folder.glob("*.json")):
         try:
             with path.open("rb") as file:
@@ -127,7 +127,7 @@ def _convert(path: Path, target: Path) -> None:
 
 @contextmanager
 def _read_once(path: Path) -> Iterator[None]:
-    """Parse the header once and show one progress bar: transformers parses it four times, seconds each, and shows three."""
+    """Make transformers parse the header once, not four times (seconds each), and show one progress bar instead of three."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
     from transformers.utils import logging
@@ -148,7 +148,7 @@ def _read_once(path: Path) -> Iterator[None]:
         values: dict[int, Any] = {}
 
         def value(part: Any, types: Any) -> Any:
-            """Return transformers' value of a part of the header, cached because transformers requests it three times."""
+            """Return the value that transformers reads from a header field, cached because it is requested three times."""
             if id(part) not in values:  # decode a text without a Python int per byte
                 values[id(part)] = part.tobytes().decode() if types in _TEXTS else parse_value(part, types)
             return values[id(part)]
@@ -167,7 +167,7 @@ def _read_once(path: Path) -> Iterator[None]:
 
 
 def _mapped(path: Path, mode: str) -> numpy.ndarray[Any, Any]:
-    """Map a file as a plain array: slicing a `memmap` 100,000 times, for strings, takes several times as long."""
+    """Map a file as a plain array. Slicing a `memmap` takes several times as long, and the strings need 100,000 slices."""
     mapped: numpy.ndarray[Any, Any] = _MEMMAP(path, mode=mode).view(numpy.ndarray)
     return mapped
 
@@ -185,7 +185,7 @@ def _replaced(module: Any, **functions: Any) -> Iterator[None]:
 
 @contextmanager
 def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
-    """Turn errors of a library that reads a file into errors that name the file. :raises ModelError: if reading fails."""
+    """Convert errors of a file-reading library into errors that name the file. :raises ModelError: if reading fails."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Header and tensors of a .gguf file. What transformers ignores goes into the configuration, or is refused."""
+"""Header and tensors of a .gguf file. Settings that transformers ignores are added to the configuration or refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.models.families.rope import read_rope
 
 
 class Header:
-    """Keys and dequantized tensors of a .gguf file, read on request. :raises ModelError: if it names no architecture."""
+    """Keys and dequantized tensors of a .gguf file, read on request. :raises ModelError: if the file names no architecture."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -31,25 +31,25 @@ class Header:
         self.architecture = architecture
 
     def general(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key by its full name."""
+        """Return the value of a key, or `default`. key: the full name."""
         return self._fields[key].contents() if key in self._fields else default
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of an architecture's key, by its name without the architecture."""
+        """Return the value of a key of the architecture, or `default`. key: the name without the architecture's prefix."""
         return self.general(f"{self.architecture}.{key}", default)
 
     def keys_below(self, key: str) -> list[str]:
-        """Return the rest of each full key name that begins with `key.`."""
+        """Return the suffixes of all full key names that begin with `key.`, without that prefix."""
         return [name.removeprefix(f"{key}.") for name in self._fields if name.startswith(f"{key}.")]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Integers among the architecture's keys, by their full names."""
+        """Integer values of the architecture's keys, keyed by full name."""
         values = {name: self.general(name) for name in self._fields if name.startswith(f"{self.architecture}.")}
         return {name: value for name, value in values.items() if type(value) is int}
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
-        """Return an integer, or the maximum of a list with one per layer. :raises ModelError: if missing without a default."""
+        """Return an integer, or the maximum of a per-layer list. :raises ModelError: if the key is missing without a default."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             value = max(value)
@@ -66,7 +66,7 @@ class Header:
         return float(value)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return an integer per layer; a single one is repeated. :raises ModelError: if the key is missing or too short."""
+        """Return one integer per layer; a single integer is repeated. :raises ModelError: if it is missing or too short."""
         value, layers = self.get(key), self.num_layers
         if type(value) is int:
             value = [value] * layers
@@ -77,7 +77,7 @@ class Header:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers without the draft (MTP) layers at the end. :raises ModelError: if 0 or above the number of tensors."""
+        """Number of layers without the draft (MTP) layers at the end. :raises ModelError: if 0 or above the tensor count."""
         count, most = self.size("block_count") - self.size("nextn_predict_layers", 0), len(self._tensors)
         if not 1 <= count <= most:
             raise self.refuse(f"{self.architecture}.block_count", f"1 to {most} layers (the file's tensors)", str(count))
@@ -96,15 +96,15 @@ class Header:
         return self.stored(name) in self._tensors
 
     def has_in_a_layer(self, name: str) -> bool:
-        """Return whether any layer has a tensor of this name below `blk.N.`."""
+        """Return whether any layer has a tensor with this name after the `blk.N.` prefix."""
         return any(stored.endswith(f".{name}") for stored in self._tensors)
 
     def stored(self, name: str) -> str:
-        """Return the file's name of a tensor: some converters omit `.weight` after `norm`."""
+        """Return a tensor's name in the file: some converters omit `.weight` after `norm`."""
         return name if name in self._tensors else name.removesuffix(".weight")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape in PyTorch's order, the contiguous axis last."""
+        """Return a tensor's shape in PyTorch's order, with the contiguous axis last."""
         return tuple(int(size) for size in reversed(self._tensors[self.stored(name)].shape))
 
     def tensor(self, name: str) -> Tensor:
@@ -119,18 +119,18 @@ class Header:
 
 _ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))  # Supported keys below `rope.scaling`
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Settings of every published Llama 3: a file stores only the divisors that follow from these and `factor`."""
+"""Settings of every published Llama 3: a file stores only the frequency divisors derived from them and `factor`."""
 _READS_ITS_OWN = ("gpt-oss", "gemma4")  # Architectures whose scaling transformers handles
 
 
 def refuse_part(header: Header) -> None:
-    """Refuse a file that is one part of a split model. :raises ModelError: if it is."""
+    """Refuse a file that is one part of a split model. :raises ModelError: if the file is such a part."""
     if (parts := header.general("split.count", 1)) > 1:
         raise header.refuse("split.count", "one file (llama-gguf-split --merge makes it)", f"one of {parts}")
 
 
 def require_keys(header: Header) -> None:
-    """Check for the keys that transformers would replace by invented defaults. :raises ModelError: if a key is missing."""
+    """Check for the keys that transformers would replace with arbitrary defaults. :raises ModelError: if a key is missing."""
     _ = header.num_layers
     for key in ("context_length", "embedding_length", "attention.head_count"):
         header.size(key, least=1)
@@ -161,7 +161,7 @@ def take_rope_scaling(header: Header, config: Any) -> None:
 
 
 def _scaling(header: Header, config: Any, nested: bool) -> dict[str, Any]:
-    """Return entries of `rope_parameters`; empty if positions are not scaled. nested: True if each layer type has its own."""
+    """Return the `rope_parameters` for RoPE scaling; empty without scaling. nested: True if each layer type has its own."""
     kind, key = header.get("rope.scaling.type", "none"), f"{header.architecture}.rope.scaling"
     if kind == "none":
         return _by_divisors(header, config, nested) if "rope_freqs.weight" in header else {}
@@ -177,7 +177,7 @@ def _scaling(header: Header, config: Any, nested: bool) -> dict[str, Any]:
 
 
 def _by_divisors(header: Header, config: Any, nested: bool) -> dict[str, Any]:
-    """Return Llama 3's scaling if the frequency divisors, float32 [rotated elements / 2], match that scaling."""
+    """Return Llama 3's scaling parameters; empty if `factor` is 1. :raises ModelError: if the divisors do not match them."""
     divisors = header.tensor("rope_freqs.weight").flatten()
     factor = float(divisors.max())
     scaling = {**_LLAMA3, "factor": factor}
@@ -198,7 +198,7 @@ def refuse_unread_tensors(header: Header, state: Mapping[str, Tensor]) -> None:
     """Check that transformers reads every tensor. Experts, which transformers merges, are skipped. state: the model's tensors by
     name.
 
-    :raises ModelError: if a tensor is not read; it names the first one.
+    :raises ModelError: if a tensor is not read; the error names the first such tensor.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -216,7 +216,7 @@ def refuse_unread_tensors(header: Header, state: Mapping[str, Tensor]) -> None:
 
 
 def _ends(module: str) -> Iterable[str]:
-    """Return a module's name with none, one, two ... leading parts removed: some converters omit the outermost names."""
+    """Return a module's name with 0, 1, 2, ... leading components removed: some converters omit the outermost components."""
     parts = module.split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 

@@ -1,7 +1,7 @@
-"""Hybrid architectures in .gguf files that Headway reads itself: models with attention and recurrent layers.
+"""Hybrid architectures in .gguf files that Headway reads itself: models with both attention and recurrent layers.
 
-transformers reads these in part or not at all. llama.cpp's converter changes the names and layouts of tensors; the rules of each
-architecture undo that.
+transformers reads these files only in part or not at all. llama.cpp's converter changes the names and layouts of tensors; each
+architecture's rules undo the changes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def qwen3_next_config(header: Header) -> dict[str, Any]:
 
 
 def qwen3_5_config(header: Header) -> dict[str, Any]:
-    """Return Qwen3.5's configuration, for text positions only."""
+    """Return the configuration of Qwen3.5's text model, with RoPE for text positions only."""
     values = _qwen_config(header)
     sections = [size for size in header.get("rope.dimension_sections", []) if size]
     if sections:
@@ -150,7 +150,7 @@ def _expert_sizes(header: Header) -> dict[str, Any]:
 
 
 def qwen3_next_rules(header: Header) -> list[Rule]:
-    """Return Qwen3-Next's rules: one GEMM gives q, k, v and the gate, grouped by key head, as in older files."""
+    """Return Qwen3-Next's rules: one linear layer for q, k, v and the gate, grouped by key head, as in older files."""
     sizes = header.size("ssm.group_count"), header.size("ssm.state_size")
     product = "linear_attn.in_proj_qkvz.weight"
     return [
@@ -183,7 +183,7 @@ def qwen3_5_rules(header: Header) -> list[Rule]:
 
 
 def _gated_delta(header: Header) -> list[Rule]:
-    """Return the rules shared by Qwen3-Next and Qwen3.5: the file's norm weights include the added 1, except the state's norm."""
+    """Return rules shared by Qwen3-Next and Qwen3.5: the file's norm weights include the added 1, except in the state's norm."""
     shared = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
     return [
         *renamed(_NORMS, without_one),
@@ -225,7 +225,7 @@ def kimi_config(header: Header) -> dict[str, Any]:
 
 
 def kimi_rules(header: Header) -> list[Rule]:
-    """Return Kimi Linear's rules: the up-projection from the latent is stored as two tensors, the one for keys transposed."""
+    """Return Kimi Linear's rules: the up-projection from the latent is stored as two tensors; the key tensor is transposed."""
     del header
     convolutions = [
         Rule((f"ssm_conv1d_{part}.weight",), f"self_attn.{part}_conv1d.weight", convolution) for part in ("q", "k", "v")
@@ -254,7 +254,7 @@ _MLP = {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "d
 
 
 def granite_config(header: Header) -> dict[str, Any]:
-    """Return Granite 4 H's configuration. It has no positions if the file turns RoPE off (`rope.scaling.finetuned`)."""
+    """Return Granite 4 H's configuration. RoPE is off if the file's `rope.scaling.finetuned` is false."""
     count = header.size("expert_count", 0)
     shared = header.size("expert_shared_feed_forward_length", header.size("feed_forward_length"))
     head_dim = header.size("embedding_length") // header.size("attention.head_count")
@@ -274,7 +274,7 @@ def granite_config(header: Header) -> dict[str, Any]:
 
 
 def bamba_config(header: Header) -> dict[str, Any]:
-    """Return Bamba's configuration: files name the architecture as Granite's, and RoPE rotates a part of each head."""
+    """Return Bamba's configuration: files use Granite's architecture name, and RoPE rotates only part of each head."""
     head_dim = header.size("embedding_length") // header.size("attention.head_count")
     values = _mamba2_sizes(header)
     values["rope_parameters"]["partial_rotary_factor"] = header.size("rope.dimension_count", head_dim) / head_dim
@@ -330,14 +330,14 @@ def falcon_h1_config(header: Header) -> dict[str, Any]:
 
 
 def falcon_h1_rules(header: Header) -> list[Rule]:
-    """Plain names."""
+    """Return Falcon-H1's rules, which only rename tensors."""
     del header
     norms = {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
     return [*renamed({**norms, **_MLP}), *_plain_attention(), *_mamba2("mamba")]
 
 
 def nemotron_h_config(header: Header) -> dict[str, Any]:
-    """Return Nemotron-H's configuration. A layer's kind follows from its KV heads and MLP rows, and from a router for experts."""
+    """Return Nemotron-H's configuration. A layer's kind follows from its KV heads, MLP rows and router."""
     kv, inner = header.per_layer("attention.head_count_kv"), header.per_layer("feed_forward_length")
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in header for layer in range(header.num_layers)]
     ups = [f"blk.{layer}.ffn_up.weight" for layer in range(header.num_layers)]
@@ -396,7 +396,7 @@ def nemotron_h_rules(header: Header) -> list[Rule]:
 
 
 def jamba_config(header: Header) -> dict[str, Any]:
-    """Return Jamba's configuration: Mamba 1, attention without positions, and experts in every few layers."""
+    """Return Jamba's configuration: Mamba 1, attention without positions, and experts at a regular layer interval."""
     attending = [bool(kv) for kv in header.per_layer("attention.head_count_kv")]
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in header for layer in range(header.num_layers)]
     period, offset = _every(header, "attention.head_count_kv", attending)
@@ -422,7 +422,7 @@ def jamba_config(header: Header) -> dict[str, Any]:
 
 
 def _every(header: Header, what: str, kinds: list[bool]) -> tuple[int, int]:
-    """Return period and offset of a kind of layer, as JambaConfig has them. :raises ModelError: if the distances differ."""
+    """Return the period and offset of a kind of layer, as in JambaConfig. :raises ModelError: if the spacing is irregular."""
     places = [layer for layer, kind in enumerate(kinds) if kind]
     period = places[1] - places[0] if len(places) > 1 else len(kinds) + 1
     offset = places[0] if places else len(kinds)
@@ -432,7 +432,7 @@ def _every(header: Header, what: str, kinds: list[bool]) -> tuple[int, int]:
 
 
 def jamba_rules(header: Header) -> list[Rule]:
-    """Return Jamba's rules: Mamba 1 has a matrix of decays, and norms of dt, B and C."""
+    """Return Jamba's rules: Mamba 1 has a matrix of decays, and norms for dt, B and C."""
     del header
     norms = {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
     norms |= {f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")}
@@ -477,7 +477,7 @@ def _plain_attention() -> list[Rule]:
 
 
 def _rotated_attention(header: Header, target: str = "self_attn") -> list[Rule]:
-    """Return attention rules that undo Llama's order of q and k rows, which the converter applies even without RoPE."""
+    """Return attention rules that undo the Llama order of q and k rows, which the converter applies even without RoPE."""
     heads = {"q": header.size("attention.head_count"), "k": header.size("attention.head_count_kv")}
     reordered = {f"{target}.{part}_proj": partial(from_pairs, count) for part, count in heads.items()}
     return [
@@ -486,7 +486,7 @@ def _rotated_attention(header: Header, target: str = "self_attn") -> list[Rule]:
 
 
 def _mamba2(target: str) -> list[Rule]:
-    """Return Mamba-2 rules: the file has per-head values with a second axis, and norms by group."""
+    """Return Mamba-2 rules: the file stores per-head values with a second axis, and norm weights by group."""
     return [
         *renamed({"ssm_in": f"{target}.in_proj", "ssm_out": f"{target}.out_proj"}, kinds=("weight", "bias")),
         *renamed({"ssm_norm": f"{target}.norm"}, flat),
@@ -500,17 +500,17 @@ def _mamba2(target: str) -> list[Rule]:
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """Conversion of one architecture: transformers' configuration, and the rules for the checkpoint's tensors."""
+    """Conversion of one architecture: transformers configuration, and rules for the checkpoint's tensors."""
 
     model_type: str
-    """Name of the model type in transformers."""
+    """transformers' `model_type` for the architecture."""
     config: Callable[[Header], dict[str, Any]]
     """Function that returns the configuration entries of this architecture, in addition to the common ones."""
     rules: Callable[[Header], list[Rule]]
     norm: str = "output_norm"
     make_norm: Callable[[Tensor], Tensor] = as_it_is
     scoring: int = 1
-    """Scoring of experts, as in `expert_gating_func`: 1 is softmax, 2 is sigmoid."""
+    """Scoring function of the router, as in `expert_gating_func`: 1 means softmax, 2 means sigmoid."""
 
 
 _GRANITE = GgufArchitecture("granitemoehybrid", granite_config, granite_rules)
@@ -531,7 +531,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35moe": GgufArchitecture("qwen3_5_moe_text", qwen3_5_moe_config, qwen3_5_rules, make_norm=without_one),
     "qwen3next": GgufArchitecture("qwen3_next", qwen3_next_config, qwen3_next_rules, make_norm=without_one),
 }
-"""Conversion of each supported value of general.architecture."""
+"""Conversions keyed by the value of `general.architecture`."""
 
 
 def architecture_of(header: Header) -> GgufArchitecture | None:

@@ -40,7 +40,7 @@ _KIMI = (
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_ENDS}"
 )
 _WHOLE_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
-"""Pre-tokenizers for which a word that is a token is taken whole, without merges; BOS is added unless the file disables it."""
+"""Pre-tokenizers that keep a word which is a token whole, without merges, and add BOS unless the file disables it."""
 _SPLITS = {
     **dict.fromkeys((*_WHOLE_FIRST, "dbrx", "smaug-bpe"), _LLAMA3),
     "qwen2": _QWEN2,
@@ -50,14 +50,14 @@ _SPLITS = {
     "kimi-k2": _KIMI,
     "gpt-2": None,
 }
-"""Regular expression that splits a text into words before merging, by pre-tokenizer; None means GPT-2's."""
+"""Regular expression that splits text into words before merging, for each pre-tokenizer; None means GPT-2's."""
 _CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that are matched in a text before it is split."""
+"""Token types that are matched in a text before the text is split into words."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # Space in a sentencepiece vocabulary
 
 
 def build_tokenizer(header: Header) -> Any:
-    """Return transformers' tokenizer, or None without a vocabulary. :raises ModelError: if its kind is unsupported."""
+    """Return a transformers tokenizer, or None without a vocabulary. :raises ModelError: if the tokenizer is unsupported."""
     import transformers
     from tokenizers import AddedToken
 
@@ -84,7 +84,7 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def _byte_level(header: Header, tokens: list[str]) -> Any:
-    """Return a byte-level BPE tokenizer. :raises ModelError: if its pre-tokenizer is unknown, since ids could be wrong."""
+    """Return a byte-level BPE tokenizer. :raises ModelError: if its pre-tokenizer is unknown, as token ids could be wrong."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = header.general("tokenizer.ggml.pre", "default")
@@ -127,7 +127,7 @@ def _sentencepiece(header: Header, tokens: list[str]) -> Any:
 
 
 def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) -> None:
-    """Add BOS before and EOS after a text if the file requests it."""
+    """Make the tokenizer add BOS before and EOS after a text if the file requests it. default: whether BOS is added otherwise."""
     from tokenizers import processors
 
     wanted = {"bos_token": default, "eos_token": False}
@@ -155,7 +155,7 @@ class _Recipe:
 
 
 def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
-    """Write configuration, tokenizer and float32 weights. :raises ModelError: if the result would be another model."""
+    """Write configuration, tokenizer and float32 weights. :raises ModelError: if the result would be a different model."""
     from transformers import AutoConfig
 
     _check(header, architecture)
@@ -172,7 +172,7 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
 
 
 def _check(header: Header, architecture: GgufArchitecture) -> None:
-    """Check the header. :raises ModelError: if it has a setting that changes the model and that Headway does not support."""
+    """Check the header. :raises ModelError: if it has an unsupported setting that changes the model."""
     for key in ("embedding_length", "attention.head_count"):
         header.size(key, least=1)
     scaling = header.get("rope.scaling.type", "none")
@@ -190,7 +190,7 @@ def _check(header: Header, architecture: GgufArchitecture) -> None:
 
 
 def _check_experts(header: Header, config: DecoderConfig) -> None:
-    """Check the number of experts. :raises ModelError: if it differs from the tensors' number of experts."""
+    """Check the number of experts in the header. :raises ModelError: if the expert tensors have a different number."""
     stacks = {name: header.shape(name)[0] for name in header.names if name.endswith("_exps.weight")}
     count = config.experts.num_experts if config.experts is not None else 0
     name, found = next(((name, found) for name, found in stacks.items() if found != count), ("", 0))
@@ -236,7 +236,7 @@ class _Names(WeightSource):
         return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Record a number, which no architecture of this table has."""
+        """Record a one-element tensor. No architecture in ARCHITECTURES has such a tensor."""
         return float(self.take(name, (1,)).numel())
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
@@ -244,7 +244,7 @@ class _Names(WeightSource):
 
 
 def _needed(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Recipe, tuple[int, ...]]]:
-    """Return shape and source of the decoder's tensors. :raises ModelError: if the file lacks a tensor, or has an unknown one."""
+    """Return each decoder tensor's recipe and shape. :raises ModelError: if the file lacks a tensor or has an unknown tensor."""
     possible = _recipes(header, architecture, config)
     known = {name: recipe for name, recipe in possible.items() if all(source in header for source in recipe.sources)}
     names = _Names(known)
@@ -268,7 +268,7 @@ def _needed(header: Header, architecture: GgufArchitecture, config: DecoderConfi
 
 
 def _recipes(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Recipe]:
-    """Return every checkpoint tensor that the rules can make; of two rules for one, the rule whose sources the file has."""
+    """Return a recipe for each checkpoint tensor that the rules can make. A rule whose sources the file has takes precedence."""
     names, recipes = config.names, {}
     recipes[f"{names.embed}.weight"] = _Recipe(("token_embd.weight",), torch.Tensor.contiguous)
     recipes[f"{names.norm}.weight"] = _Recipe((f"{architecture.norm}.weight",), architecture.make_norm)
@@ -288,7 +288,7 @@ def _recipes(header: Header, architecture: GgufArchitecture, config: DecoderConf
 
 
 def _write_tensors(header: Header, needed: Mapping[str, tuple[_Recipe, tuple[int, ...]]], target: Path) -> None:
-    """Make the tensors one by one, and write files of some gigabytes to limit memory use."""
+    """Make the tensors one by one, and write them to files of a few gigabytes each, which limits memory use."""
     from safetensors.torch import save_file
 
     place: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Rules that map tensors of a .gguf file to a checkpoint's, and functions that undo the layouts of llama.cpp's converter."""
+"""Rules that map .gguf tensors to checkpoint tensors, and functions that undo the layouts of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Rule:
     """Mapping of one kind of tensor in a layer. It applies to the layers whose sources the file has."""
 
     sources: tuple[str, ...]
-    """Names in the file, below `blk.N.`."""
+    """Tensor names in the file, after the `blk.N.` prefix."""
     target: str
-    """Name in the checkpoint, below the layer. `{}` is an expert's number; `make` then returns all experts on the first axis."""
+    """Name in the checkpoint, after the layer's prefix. `{}` is the expert index; `make` then returns all experts."""
     make: Callable[..., Tensor] = as_it_is
-    """Function that makes the checkpoint's tensor from the sources."""
+    """Function that makes the checkpoint's tensor from the source tensors."""
 
 
 def renamed(names: dict[str, str], make: Callable[..., Tensor] = as_it_is, kinds: Sequence[str] = ("weight",)) -> list[Rule]:
-    """Return one rule per name. kinds: `weight`, `bias` or both; a bias that the file lacks is not an error."""
+    """Return rules that rename tensors. names: file -> checkpoint. kinds: `weight`, `bias` or both; biases are optional."""
     return [Rule((f"{source}.{kind}",), f"{target}.{kind}", make) for source, target in names.items() for kind in kinds]
 
 
@@ -39,7 +39,7 @@ def attention(target: str = "self_attn", out: str = "o_proj", make: Callable[...
 
 
 def experts(gate: str, up: str, down: str) -> list[Rule]:
-    """Return rules for routed experts, with gate and up separate or as one tensor (`ffn_gate_up_exps`)."""
+    """Return rules for routed experts whose gate and up are two tensors or one tensor (`ffn_gate_up_exps`)."""
     single = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return [
         *renamed({source: target for source, target in single.items() if target}),
@@ -56,17 +56,17 @@ def half(place: int, gate_up: Tensor) -> Tensor:
 
 
 def stacked(*tensors: Tensor) -> Tensor:
-    """Concatenate tensors along the rows; a leading axis of experts is kept."""
+    """Concatenate tensors along the row axis; a leading expert axis is preserved."""
     return torch.cat(tensors, dim=tensors[0].dim() - 2)
 
 
 def convolution(kernel: Tensor) -> Tensor:
-    """Return the kernel as [channels, 1, width]; the file omits the middle axis or adds more."""
+    """Return a convolution's kernel as [channels, 1, width]; the file has fewer or more axes."""
     return kernel.reshape(-1, 1, kernel.shape[-1])
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the tensor with one axis, for per-head values and for norms, which the file stores by group."""
+    """Flatten a tensor of per-head values, or of norm weights that the file stores by group."""
     return tensor.reshape(-1)
 
 
@@ -76,7 +76,7 @@ def log_of_decay(a: Tensor) -> Tensor:
 
 
 def flat_log_of_decay(a: Tensor) -> Tensor:
-    """Return A_log with one axis, from one -exp(A_log) per head."""
+    """Return A_log as one axis, from -exp(A_log), which the file stores per head."""
     return flat(log_of_decay(a))
 
 
@@ -86,7 +86,7 @@ def without_one(norm: Tensor) -> Tensor:
 
 
 def from_pairs(num_heads: int, rows: Tensor) -> Tensor:
-    """Return rows in the order of half-split RoPE, from the order of interleaved RoPE (Llama's layout in llama.cpp)."""
+    """Return rows in half-split RoPE order, from rows in interleaved RoPE order (llama.cpp's layout for Llama)."""
     dim = rows.shape[0] // num_heads
     return rows.reshape(num_heads, dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 

@@ -32,7 +32,7 @@ _SCALARS = {
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _LEAST = {**_SCALARS, _STRING: 8}  # Minimum bytes of an array element: a string stores its length
 _LEAST_KEY, _LEAST_TENSOR = 13, 24
-"""Minimum number of bytes that describe one key, and one tensor."""
+"""Minimum size in bytes of a key's entry and of a tensor's entry in the header."""
 _MOST_AXES = 4
 
 
@@ -41,7 +41,7 @@ def check_layout(path: Path) -> None:
 
     Only the header is read. Its sizes are compared with the remaining bytes before anything is allocated for them.
 
-    :raises ModelError: if something does not fit; the message names the key or the tensor, with needed and found bytes.
+    :raises ModelError: if a size does not fit; the message names the key or tensor, and the needed and found bytes.
     """
     with path.open("rb") as file:
         size = path.stat().st_size
@@ -53,7 +53,7 @@ def check_layout(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """One tensor, as the header describes it."""
+    """One tensor's entry in the header: type, shape and offset."""
 
     name: str
     kind: GGMLQuantizationType
@@ -63,7 +63,7 @@ class _Place:
 
 
 class _Layout:
-    """Reader of a header, from its beginning to its end."""
+    """Sequential reader of a .gguf header."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path
@@ -92,7 +92,7 @@ class _Layout:
         return len(self._content) - self._at
 
     def _skip(self, count: int, what: str) -> int:
-        """Skip this many bytes, and return the position where they begin."""
+        """Skip `count` bytes, and return the position of the first skipped byte. what: name of the bytes, for errors."""
         if count > self._left:
             raise self._refuse(what, f"{count} bytes", f"{self._left} up to the file's end")
         self._at += count
@@ -104,7 +104,7 @@ class _Layout:
         return number
 
     def _count(self, what: str, least: int) -> int:
-        """Read the number of elements that follow. least: minimum bytes of each."""
+        """Read the number of elements that follow. what: name of the elements, for errors. least: minimum bytes per element."""
         count = self._number("Q", what)
         if count * least > self._left:
             raise self._refuse(what, f"at most {self._left // least}, for which the file has bytes", str(count))
@@ -119,7 +119,7 @@ class _Layout:
             raise self._refuse(what, "UTF-8 text", shown(self._content[start : start + length])) from None
 
     def _key(self, alignment: int) -> int:
-        """Read one key with its value, and return the alignment: the value of general.alignment, else the argument."""
+        """Read one key and its value. Return the value if the key is general.alignment, else `alignment`."""
         name = self._text("the name of a key")
         what, kind = f"key {shown(name)}", self._number("I", f"the type of key {shown(name)}")
         if name == "general.alignment":
@@ -174,7 +174,7 @@ class _Layout:
         return _Place(name, kind, shape, offset, math.prod(shape) // columns * block)
 
     def _check_places(self, places: list[_Place], start: int, alignment: int) -> None:
-        """Compare each tensor's end with the next one's start, and the last with the file's end. start: position of the data."""
+        """Compare each tensor's end with the next tensor's start, and the last end with the file size. start: data offset."""
         first = places[0]
         if first.offset:
             raise self._refuse(f"tensor {shown(first.name)}", "offset 0, as no tensor comes before it", str(first.offset))

@@ -10,20 +10,20 @@ from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 
 PoolingTask = Literal["embed", "score", "reward"]
-"""Result for a text: embed, a vector; score, a number for a query and a document; reward, a number or label scores per token."""
+"""Pooling task: embed (a vector per text), score (a number per query and document) or reward (scores per token or step)."""
 RUNNERS: Final = ("auto", "generate", "pooling")
 TASKS: Final = ("auto", "generate", "embed", "score", "reward")
 ENCODER_TYPES: Final = ("bert", "modernbert", "roberta", "xlm-roberta")
-"""The model types of `models.encoders.families`."""
+"""Model types with an entry in `models.encoders.families.ENCODERS`."""
 _REWARDING: Final = ("ForTokenClassification", "ForRewardModel", "ForProcessRewardModel")
-"""Suffixes of architectures that give a result per token."""
+"""Suffixes of architecture names for models that return a result per token."""
 
 
 def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> PoolingTask | None:
     """Return the pooling task of a model; None if it generates text.
 
-    runner, task: the user's choices from RUNNERS and TASKS. With auto, a sequence classifier scores; reward models and token
-    classifiers reward; encoders, models with bidirectional attention and folders of sentence-transformers embed; others generate.
+    runner, task: the user's choices from RUNNERS and TASKS. With auto, sequence classifiers get score; reward models and
+    token classifiers, reward; encoders, bidirectional models and sentence-transformers folders, embed; all others generate text.
 
     :raises ConfigError: if runner and task contradict each other.
     """
@@ -46,7 +46,7 @@ def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> Pool
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if the file is unreadable, which is an error when the file is needed later."""
+    """Read a JSON object; return an empty one if the file is unreadable, which is an error only when the file is needed."""
     try:
         read = parse_json(read_text(path), path.name, any_number=True)
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Pooling models: pooling of hidden states to a row per text or token, and sentence-transformers' settings for it."""
+"""Pooling models: pooling of hidden states to one row per text or token, as configured by sentence-transformers' files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.models.encoders.encoder import Encoder
 from headway.models.layers.decoder import Decoder
 
 PoolingType = Literal["cls", "mean", "last"]
-"""Pooled hidden state of a text: the first token's, the mean of all, or the last token's."""
+"""Pooled hidden state of a text: the first token's (cls), the mean over all tokens, or the last token's."""
 
 _MODES: dict[str, PoolingType] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _OLD_MODES = {
@@ -40,29 +40,29 @@ _OLD_MODES = {
 
 @dataclass(frozen=True)
 class DenseModule:
-    """Linear layer after the pooling."""
+    """Settings of a linear layer after pooling, from sentence-transformers' files."""
 
     folder: Path
     in_features: int
     out_features: int
     bias: bool
     activation: str
-    """Name of a class of torch.nn, such as Identity or Tanh."""
+    """Name of the activation's class in torch.nn, such as Identity or Tanh."""
 
 
 @dataclass(frozen=True)
 class SentenceModules:
-    """Modules after the transformer."""
+    """sentence-transformers modules that follow the transformer."""
 
     pooling: PoolingType
     dense: tuple[DenseModule, ...]
     normalize: bool
     max_seq_length: int | None
-    """Maximum length of a text in tokens. None if the files do not state it."""
+    """Maximum length of a text in tokens. None if the files do not state the length."""
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
-    """Read modules.json and its files; None if absent. :raises ModelError: if a file is unreadable or a module unsupported."""
+    """Read modules.json and the files it names; None if absent. :raises ModelError: if unreadable or a module is unsupported."""
     if not (folder / "modules.json").is_file():
         return None
     listed = _read(folder / "modules.json", list)
@@ -151,13 +151,13 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
     "GELU": gelu,
     "SiLU": silu,
 }
-"""Activations by the name of torch's class, as in sentence-transformers' files."""
+"""Activations keyed by the name of torch's class, as sentence-transformers' files state it."""
 
 
 def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -> Tensor:
-    """Pool texts: float32 [texts, hidden_size], or [num_tokens, hidden_size] for `all`.
+    """Return pooled hidden states: float32 [texts, hidden_size], or [num_tokens, hidden_size] for `all`.
 
-    hidden: [num_tokens, hidden_size]. starts: int64 [texts + 1], the first token of each text and the end of the last.
+    hidden: [num_tokens, hidden_size]. starts: int64 [texts + 1], index of each text's first token, then num_tokens.
     """
     if kind == "all":
         return hidden.float()
@@ -170,10 +170,10 @@ def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """Linear layer in float32 with its activation. It has few rows, so the precision costs no time."""
+    """Linear layer in float32, followed by an activation. Its inputs have few rows, so float32 costs little time."""
 
     weight: Tensor
-    """float32 [out_features, in_features]"""
+    """float32 [out_features, in_features]: weight of the layer."""
     bias: Tensor | None
     activation: Activation = same
 
@@ -218,7 +218,7 @@ class ScoringHead:
 
     @property
     def size(self) -> int:
-        """Number of labels; 1 for scoring pairs of texts."""
+        """Number of labels; 1 for models that score pairs of texts."""
         return int(self.out.weight.shape[0])
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
@@ -238,7 +238,7 @@ class YesNoHead:
     size = 1
 
     def __init__(self, rows: Tensor) -> None:
-        """rows: [2, hidden_size], the rows of the language-model head for yes and no."""
+        """rows: [2, hidden_size], rows of the language-model head for the tokens yes and no."""
         self._difference = (rows[0].float() - rows[1].float())[None]
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
@@ -247,14 +247,14 @@ class YesNoHead:
 
 
 PoolingHead = EmbeddingHead | ScoringHead | YesNoHead
-"""Head that turns hidden states into rows of results."""
+"""Head that converts hidden states to one result row per text or token."""
 
 
 class PooledModel:
     """A network with a pooling head; implements `core.pooling.engine.PooledNetwork`."""
 
     def __init__(self, body: Encoder | Decoder, head: PoolingHead, causal: bool) -> None:
-        """causal: True for causal attention; encoders' attention is bidirectional."""
+        """causal: True if attention is causal, False if it is bidirectional, as in encoders."""
         self._body = body
         self.head = head
         self.attention_specs: Sequence[AttentionSpec] = [
@@ -263,12 +263,12 @@ class PooledModel:
 
     @property
     def size(self) -> int:
-        """Number of elements per text or token."""
+        """Number of result elements per text or token."""
         return self.head.size
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size; token ids are below it."""
+        """Vocabulary size; all token ids are smaller."""
         return self._body.config.vocab_size
 
     @property
@@ -288,5 +288,5 @@ class PooledModel:
         return self._body(input_ids, positions, attention)
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return the head's float32 rows for hidden states. Arguments as for `PooledNetwork.pool`."""
+        """Return the head's float32 result rows for hidden states. The arguments are those of `PooledNetwork.pool`."""
         return self.head(hidden, starts, each_token)

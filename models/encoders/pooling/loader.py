@@ -53,17 +53,17 @@ log = logging.getLogger("headway")
 
 @dataclass(frozen=True)
 class ScorePrompt:
-    """Prompt in three parts, tokenized separately as in the reference code of the model."""
+    """Prompt of a reranker in three parts, tokenized separately as in the model's reference code."""
 
     prefix: str
     body: str
-    """Template with {instruction}, {query} and {document}."""
+    """Template with the placeholders {instruction}, {query} and {document}."""
     suffix: str
     instruction: str
-    """Default instruction of the model's authors."""
+    """Default instruction, as in the authors' reference code."""
 
     def encode(self, tokenizer: Any, query: str, document: str, most: int | None) -> list[int]:
-        """Return the token ids of the prompt. most: maximum number of tokens; the body is truncated. None means no limit."""
+        """Return the token ids of the prompt. most: maximum number of tokens; truncates the body. None means no limit."""
         body = _filled(self.body.replace("{instruction}", self.instruction), query, document)
         ends = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (self.prefix, self.suffix)]
         ids = list(tokenizer(body, add_special_tokens=False)["input_ids"])
@@ -73,7 +73,7 @@ class ScorePrompt:
 
 
 def _filled(body: str, query: str, document: str) -> str:
-    """Insert both texts into the template; braces in them are kept."""
+    """Insert the query and document into the template; braces in these texts are not interpreted."""
     before, _, rest = body.partition("{query}")
     between, _, after = rest.partition("{document}")
     return f"{before}{query}{between}{document}{after}"
@@ -105,21 +105,21 @@ class LoadedPoolingModel:
     network: PooledModel
     implementation: str
     tokenizer: Any
-    """transformers' tokenizer. None if skipped: inputs are token ids."""
+    """transformers tokenizer. None if its loading is skipped; inputs must then be token ids."""
     max_length: int
     dimensions: Sequence[int] | None
-    """Lengths to which an embedding may be truncated (Kusupati et al. 2022). Empty means any; None means that it may not be."""
+    """Lengths to which embeddings may be truncated (Kusupati et al. 2022). Empty means any length; None means no truncation."""
     score_prompt: ScorePrompt | None = None
     """Template around a query and a document. None means that the tokenizer joins them as a pair."""
     labels: Sequence[str] = ()
-    """Names of a classifier's labels that config.json states."""
+    """Names of a classifier's labels, if config.json states them."""
     step_token_id: int | None = None
-    """Token that ends a step, for models that reward steps. None means that each token is rewarded."""
+    """Id of the token that ends a step, for models that rate steps. None means that each token is rated."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A model folder with the options for reading its tensors."""
+    """Model folder and the options for reading its tensors."""
 
     folder: Path
     dtype: torch.dtype
@@ -129,7 +129,7 @@ class _Source:
     options: LoadOptions
 
     def weights(self, folder: Path | None = None) -> WeightSource:
-        """Return the source of the model's tensors, or of a subfolder's unquantized ones."""
+        """Return the source of the model's tensors. folder: subfolder with unquantized tensors to read instead."""
         if self.dummy:
             return DummyWeights(self.dtype, self.device)
         if folder is not None:
@@ -151,10 +151,10 @@ def load_pooling_model(
     skip_tokenizer_init: bool = False,
     options: LoadOptions | None = None,
 ) -> LoadedPoolingModel:
-    """Load a pooling model from its folder. Options are as for `load_model`; of `options` only kernels and experts are used.
+    """Load a pooling model from its folder. Arguments are as for `load_model`; only `options.kernels` and `.experts` are used.
 
     :raises ModelError: if the model is unsupported.
-    :raises ConfigError: if an option is invalid, or a kernel that the user names supports no layer.
+    :raises ConfigError: if an option is invalid, or a kernel that the user selected supports none of the layers.
     """
     options = options or LoadOptions()
     check_load_options(dtype, load_format)
@@ -190,7 +190,7 @@ def load_pooling_model(
 
 
 def _step_token(stated: Mapping[str, Any], tokenizer: Any) -> int | None:
-    """Return the token after which a process reward model rates a step; None if the model rates each token."""
+    """Return the id of the token at which a process reward model rates a step; None if the model rates every token."""
     if not any(name.endswith("ForProcessRewardModel") for name in architectures_of(stated)):
         return None
     if tokenizer is None:
@@ -233,7 +233,7 @@ def _read_encoder(
 def _read_decoder(
     config: Any, stated: Any, task: PoolingTask, modules: SentenceModules | None, source: _Source, tokenizer: Any
 ) -> _Read:
-    """Return a decoder that pools texts (Qwen3-Embedding, EmbeddingGemma) or scores them, with its text length and prompt."""
+    """Return a decoder that embeds (Qwen3-Embedding, EmbeddingGemma), scores or rewards, with its text length and prompt."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(each.base for each in ENCODERS.values())
@@ -277,7 +277,7 @@ def _check_architecture(stated: Any, wanted: str, task: PoolingTask, others: Col
 
 
 def _embedding_head(modules: SentenceModules | None, default: Any, hidden_size: int, source: _Source) -> EmbeddingHead:
-    """Return the head that sentence-transformers' files define; without them, vLLM's default pooling with normalization."""
+    """Return the embedding head from sentence-transformers' files; without them, vLLM's default pooling and normalization."""
     if modules is None:
         return EmbeddingHead(default, hidden_size)
     layers, size = [], hidden_size
@@ -318,7 +318,7 @@ def _classifier(
 
 
 def _token_head(config: Any, stated: Any, read: DecoderConfig, weights: WeightSource) -> ScoringHead:
-    """Return the head of a decoder that rewards tokens: two linear layers (reward models, step probabilities), or one."""
+    """Return the head of a decoder that rates tokens: two linear layers (reward models, step probabilities) or one layer."""
     named, size = architectures_of(stated), read.hidden_size
     if any(name.endswith("ForTokenClassification") for name in named):
         return ScoringHead("all", _score_layer(config, "score", size, True, weights))
@@ -334,14 +334,14 @@ def _product(module: str, shape: tuple[int, int], bias: bool, activation: Activa
 
 
 def _score_layer(config: Any, module: str, size: int, bias: bool, weights: WeightSource) -> DenseLayer:
-    """Return the output layer, one logit per label, with the activation that gives scores or probabilities."""
+    """Return the output layer, with one logit per label and an activation that gives scores or probabilities."""
     labels = config.num_labels
     activation = _score_activation(config) if labels == 1 else _label_activation(config)
     return _product(module, (labels, size), bias, activation, weights)
 
 
 def _label_activation(config: Any) -> Activation:
-    """Return the activation for several labels: softmax, unless problem_type in config.json says otherwise."""
+    """Return the activation for several labels: softmax, unless problem_type in config.json requires a different one."""
     kinds: dict[str | None, Activation] = {"regression": same, "multi_label_classification": torch.sigmoid}
     return kinds.get(getattr(config, "problem_type", None), partial(torch.softmax, dim=-1))
 
@@ -357,7 +357,7 @@ def _score_activation(config: Any) -> Activation:
 def _decoder_scores(
     config: Any, read: DecoderConfig, classifies: bool, weights: WeightSource, tokenizer: Any
 ) -> tuple[PoolingHead | None, ScorePrompt | None]:
-    """Return the head and the prompt of a decoder that scores. The head is None if it is made from rows of the embedding."""
+    """Return the head and the prompt of a decoder that scores. The head is None if it consists of rows of the embedding."""
     if classifies:
         return ScoringHead("last", _score_layer(config, "score", read.hidden_size, False, weights)), None
     if config.model_type != "qwen3":
@@ -372,7 +372,7 @@ def _decoder_scores(
 
 
 def _yes_no(rows: Tensor, tokenizer: Any) -> YesNoHead:
-    """Return the head made from rows for yes and no. rows: [vocab_size, hidden_size] of the language-model head."""
+    """Return the yes/no head, made from two rows of the language-model head. rows: [vocab_size, hidden_size], all its rows."""
     ids = tokenizer.convert_tokens_to_ids(["yes", "no"])
     if None in ids or tokenizer.unk_token_id in ids or max(ids) >= len(rows):
         raise ModelError("score: the tokenizer needs the tokens yes and no, and has not both")
@@ -380,7 +380,7 @@ def _yes_no(rows: Tensor, tokenizer: Any) -> YesNoHead:
 
 
 def _dimensions(stated: Any) -> Sequence[int] | None:
-    """Return the shorter embedding lengths that config.json allows, from the keys that vLLM reads."""
+    """Return the lengths to which embeddings may be truncated, from the config.json keys that vLLM reads; None if none."""
     listed = stated.get("matryoshka_dimensions")
     if isinstance(listed, list) and all(isinstance(each, int) and each > 0 for each in listed) and listed:
         return listed

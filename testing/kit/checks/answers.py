@@ -1,6 +1,6 @@
-"""Checks of attention answers against float64: two steps per instance, shared plans, shared prefixes, padding, poisoned slots.
+"""Checks of attention outputs against float64: two steps per instance, shared plans and prefixes, padding, poisoned slots.
 
-Further checks run one instance for many steps, and check batch invariance if a backend claims it.
+Other checks run one instance for many steps, or test batch invariance if a backend claims it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THOUSANDTH = 1_003
 
 
 def thousand(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check that the thousandth step is as correct as the first: counters and filling buffers fail late."""
+    """Check that the thousandth step is as correct as the first: errors in counters and in buffers that fill up appear late."""
     lens: Lens = [(5, 0, 0), (1, 20, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens] * 4, extra_tokens=4 * cell.block_size, layers=1)
     done = 0
@@ -76,7 +76,7 @@ def steps(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 @without_stray_reads
 def turns(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Alternate the subject and the baseline on one cache, also within a step."""
+    """Check that the subject and the baseline can alternate on one cache, also within a step."""
     lens: Lens = [(9, 0, 0), (20, 2 * cell.block_size, 0), (5, cell.block_size + 3, 0), (1, 33, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=6 * len(lens) * cell.block_size)
     subject = session.prefill, session.decode
@@ -91,7 +91,7 @@ def turns(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 
 def cold(stage: AttentionStage, cell: CheckCell) -> str:
-    """Measure the first step in a new process, including compilation, and the second step."""
+    """Measure the time of the first step in a new process, including compilation, and of the second step."""
     lens = first_step(cell.phase, cell.block_size)
     taken = []
     for _ in range(2):
@@ -104,14 +104,14 @@ def cold(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
-"""Maximum error of a log-sum-exp, whose value is about 4: sums of 16-bit inputs are kept in float32."""
+"""Maximum error of a log-sum-exp for each dtype; its value is about 4, and sums of 16-bit inputs are computed in float32."""
 _DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.float16: 12.0}
-"""Maximum declared tolerance, as a multiple of the error of plain arithmetic in a dtype."""
+"""Maximum declared tolerance for each dtype, as a multiple of the error of plain arithmetic in that dtype."""
 
 
 @without_stray_reads
 def answer(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Check the steps of one kind of work in one phase."""
+    """Check the outputs of the steps of one kind of work in one phase."""
     steps = cell_steps(cell)
     session = stage.session(cell, steps, poison=poison)
     kept: list[SequencePart] = []
@@ -130,8 +130,8 @@ def cell_steps(cell: CheckCell) -> list[Lens]:
 
 
 def siblings(stage: AttentionStage, cell: CheckCell) -> str:
-    """Alternate layers that differ only in scalar parameters in one process: what is cached for one must not be used for the
-    other."""
+    """Alternate layers that differ only in scalar parameters in one process: data cached for one layer must not be used for
+    the other."""
     own = stage.claimed.spec(cell)
     other = sibling_of(own)
     for phase in PHASES[cell.phase]:
@@ -144,7 +144,7 @@ def siblings(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _run_alternating(sessions: Sequence[Session], lens: Lens, telling: set[int], guess: str) -> None:
-    """Run a step of each of two sessions and of the first one again. A finding in one of the `telling` steps gets the guess."""
+    """Run a step of two sessions, then of the first session again. A finding in a step listed in `telling` includes `guess`."""
     for number, session in enumerate((*sessions, sessions[0])):
         work = open_all(session, lens)
         try:
@@ -156,7 +156,7 @@ def _run_alternating(sessions: Sequence[Session], lens: Lens, telling: set[int],
 
 
 def shared(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check layers of a kind with the plans of the first, as in the engine if `shares_plans` is declared."""
+    """Run layers of a kind with the plans of the first layer, as the engine does if `shares_plans` is declared."""
     own = stage.claimed.spec(cell)
     other = replace(sibling_of(own), scale=own.scale, sliding_window=own.sliding_window, softcap=own.softcap)
     other = replace(other, alibi_slopes=own.alibi_slopes)
@@ -173,7 +173,7 @@ def shared(stage: AttentionStage, cell: CheckCell) -> str:
 
 @without_stray_reads
 def bounds(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Check decode if the host knows only upper bounds of the lengths."""
+    """Check decode steps in which the host knows only upper bounds of the lengths."""
     lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
     work = open_all(session, lens)
@@ -276,7 +276,7 @@ def lse(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def invariant(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check that every sequence of some steps has the same bits as without other sequences."""
+    """Check that each sequence's output in a batch has the same bits as in a step without other sequences."""
     subject = stage.subject
     case = invariance_case(
         stage.claimed.spec(cell), subject.layouts[cell.layout], cell.block_size, subject.writer(cell.layout), stage.poison
@@ -295,7 +295,7 @@ PROMPTS = [(17, 17), (1, 1), (40, 40), (5, 5), (33, 33), (64, 64)]
 CHUNKS = [(7, 20), (16, 33), (30, 70), (2, 19)]
 DECODES = [(1, kv) for kv in (2, 15, 16, 17, 49, 130, 33, 75)]
 LENS = [*PROMPTS, *CHUNKS, *DECODES]
-"""(query_len, kv_len): prompts without context, later chunks, decodes."""
+"""(query_len, kv_len) of each sequence: prompts without context, later chunks, decodes."""
 P, C, D = (list(range(len(PROMPTS))), list(range(6, 10)), list(range(10, len(LENS))))
 BATCHES = {
     "prompts": P,
@@ -309,7 +309,7 @@ BATCHES = {
     "mixed": [*P, *C, *D],
     "a prompt and decodes": [P[4], *D[2:]],
 }
-"""Rows of LENS in one step, decodes last."""
+"""Name of a batch -> indices in LENS of the sequences in its step, decodes last."""
 
 
 def invariance_case(
@@ -320,7 +320,7 @@ def invariance_case(
 
 
 def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tensor]:
-    """Return the outputs of some of a case's sequences, computed in a step with only these."""
+    """Return the outputs of some sequences of a case, computed in a step with only these sequences. rows: their indices."""
     starts = case.metadata.query_start_loc_cpu.tolist()
     lens = [LENS[row] for row in rows]
     tables = [case.metadata.block_table_cpu[row].tolist() for row in rows]
@@ -333,7 +333,7 @@ def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tens
 
 
 def dependent(backend: AttentionBackend, case: Case) -> list[str]:
-    """Return sequences whose bits depend on their neighbours, each with the batch that shows it, in the claimed phases."""
+    """Return the sequences whose output bits depend on other sequences, in words, each with a batch that shows the difference."""
     served = {
         row
         for row, (query_len, kv_len) in enumerate(LENS)

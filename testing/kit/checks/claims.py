@@ -1,7 +1,7 @@
 """Checks of what a backend claims: the fields of its class, refusals with reasons, options; and the trial of its plugin.
 
-The trial needs a process that may be lost and that has not loaded the plugin, so no child of the kit runs it. The function that
-tries plugins is passed in, as it is to the registry.
+The trial needs an expendable process that has not loaded the plugin, so the kit's child processes do not run it. The function
+that tries plugins is passed as an argument, as for the registry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def source_of(plugin: Sequence[str]) -> PluginSource:
 
 
 def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
-    """Try a plugin as a start does, ignoring stored verdicts. The finding says what it did, and in which step."""
+    """Try a plugin as a start does, ignoring stored verdicts. A finding reports what the plugin did, and in which step."""
     started = time.perf_counter()
     (verdict,) = trial([plugin])
     more = f"; {TIMEOUT}=60 in the environment gives it more time" if verdict.fault.startswith("hangs") else ""
@@ -47,7 +47,7 @@ def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
 
 
 def process(stage: AttentionStage, cell: CheckCell) -> str:
-    """Skip the check without a plugin, or without a function to try plugins."""
+    """Skip the check: there is no plugin, or no function that tries plugins."""
     if stage.subject.plugin is None:
         raise Skipped(f"backend {stage.subject.name} is no plugin's, and is used untried")
     raise Skipped("`headway check` tries plugins; from Python, check(wanted, trial=...) is given how")
@@ -55,7 +55,7 @@ def process(stage: AttentionStage, cell: CheckCell) -> str:
 
 NO_OPTION = "headway_check_asks_for_nothing"
 NO_VALUE = "\x00headway check"
-"""A value that no option accepts."""
+"""Value that no option accepts."""
 
 
 def claims(stage: AttentionStage, cell: CheckCell) -> str:
@@ -120,12 +120,12 @@ def _unclaimed(stage: AttentionStage, plain: CheckCell) -> None:
 
 
 def serves(stage: AttentionStage, cell: CheckCell) -> str:
-    """Report the phases in which a layer of the model is supported."""
+    """Return the phases in which a layer of the model is supported, in words."""
     return layer_support(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
 
 
 def options(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check that declared options are parsed, and unknown ones refused."""
+    """Check that declared options are parsed, and unknown options refused."""
     backend, spec = stage.subject.backend, stage.claimed.spec(cell)
     layout = stage.subject.layouts[cell.layout]
 

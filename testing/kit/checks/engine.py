@@ -1,4 +1,4 @@
-"""Greedy tokens of a small random model through the engine: chunked prefill, prefix cache hits, preemption, decode graphs."""
+"""Check of a small random model's greedy tokens in the engine: chunked prefill, prefix hits, preemption, decode graphs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LAYERS = 2
 
 
 class TinyDecoder:
-    """Two attention layers over random embeddings. Every token depends on all earlier ones, so greedy tokens reveal a wrong
-    one."""
+    """Model with two attention layers over random embeddings. Every token depends on all earlier tokens, so greedy tokens
+    reveal errors."""
 
     vocab_size = 97
     max_position_embeddings = 512
@@ -59,9 +59,9 @@ class TinyDecoder:
         return torch.matmul(hidden, self._cast["head"].T, out=out)
 
     def reference_logits(self, token_ids: list[int], cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Return float64 logits [num_tokens, vocab_size] of one whole sequence, with the kit's reference attention.
+        """Return float64 logits [num_tokens, vocab_size] of one whole sequence, computed with the kit's reference attention.
 
-        cached: returns keys and values as the cache stores them.
+        cached: function that returns keys and values as the cache stores them.
         """
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,12 +88,12 @@ def _heads(spec: AttentionSpec) -> tuple[int, int, int]:
 
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Maximum distance of a chosen token's logit below the best logit, which is about 1, by dtype."""
+"""Maximum distance of a chosen token's logit below the best logit, for each dtype; the best logit is about 1."""
 TOKENS = 12
 
 
 def engine(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check that every token is the best after the tokens before it, or nearly; in float32, that all match the baseline."""
+    """Check that each token has the best logit, or nearly the best; in float32, also that all tokens match the baseline's."""
     spec = stage.claimed.spec(cell)
     if cell.block_size % BLOCK_MULTIPLE:
         raise Skipped(f"block_size: an engine needs a multiple of {BLOCK_MULTIPLE}, got {cell.block_size}")

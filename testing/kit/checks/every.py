@@ -20,7 +20,7 @@ from headway.testing.kit.stage import Grid, Stage
 _STEPS = 50
 _RUNS = 4
 _NOISE_BYTES = 32 * 2**20
-"""Maximum growth of the process that is not counted, because allocators keep freed memory."""
+"""Growth of the process in bytes up to which it is ignored, because allocators cache freed memory."""
 
 
 def claims(stage: Grid[Any, Any]) -> None:
@@ -37,7 +37,7 @@ def claims(stage: Grid[Any, Any]) -> None:
 
 
 def refuse(stage: Stage[Any, Any], cell: Any) -> str:
-    """Check that an unclaimed value is refused, with reasons that say what was needed and what was got."""
+    """Check that an unclaimed value is refused, with reasons that state what was needed and what was got."""
     answers = stage.answers(cell)
     if any(answers):
         value = getattr(cell, cell.about)
@@ -48,7 +48,7 @@ def refuse(stage: Stage[Any, Any], cell: Any) -> str:
 
 
 def tolerance(stage: Grid[Any, Any], cell: Any) -> str:
-    """Check that the declared tolerance is not larger than the contract's, which arithmetic in float32 meets."""
+    """Check that the declared tolerance does not exceed the contract's maximum, which float32 arithmetic meets."""
     dtype = stage.spec(cell).dtype
     declared, most = float(stage.subject.backend.tolerance[dtype]), stage.most_tolerance(dtype)
     if not 0 < declared <= most:
@@ -93,9 +93,9 @@ def sync(stage: Stage[Any, Any], cell: KitCell) -> str:
 
 @contextmanager
 def _no_waiting(what: str) -> Iterator[None]:
-    """Check that calls do not wait for the GPU. what: their names.
+    """Check that calls inside the context do not wait for the GPU. what: names of the calls.
 
-    :raises Finding: if one waits, or raises another error.
+    :raises Finding: if a call waits, or raises any other error.
     """
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -111,11 +111,11 @@ def _no_waiting(what: str) -> Iterator[None]:
 
 
 _CHANCES = 3
-"""Number of later series of steps. Only growth in all of them counts as a leak."""
+"""Number of further series of steps. Only growth in all series counts as a leak."""
 
 
 def _no_growth(steps: Callable[[int], None], device: torch.device) -> str:
-    """Run many steps and compare their memory with that of the first ones. steps: runs the given number of further steps.
+    """Check that memory does not grow over many steps after the first steps. steps: function that runs N further steps.
 
     :raises Finding: if memory grows.
     """
@@ -136,7 +136,7 @@ def _no_growth(steps: Callable[[int], None], device: torch.device) -> str:
 
 
 class _Growth:
-    """Bytes of growth over some steps, by kind of memory. Insignificant growth is 0."""
+    """Growth in bytes over some steps, for each kind of memory. Insignificant growth is 0."""
 
     def __init__(self, steps: int, tensors: int, python: int, native: int, process: int) -> None:
         self.steps = steps
@@ -149,7 +149,7 @@ class _Growth:
 
 
 def _growth(steps: Callable[[int], None], count: int, device: torch.device) -> _Growth:
-    """Return the memory that some steps allocated and did not free."""
+    """Return the growth of memory over `count` steps."""
     before = _native_bytes()
     steps(count)
     native = _native_bytes() - before
@@ -172,7 +172,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _native_bytes() -> int:
-    """Return the bytes allocated by malloc, including torch's and Python's; 0 if the C library does not report them."""
+    """Return the number of bytes allocated by malloc, including torch's and Python's; 0 if the C library cannot report it."""
     gc.collect()
     try:
         ask = ctypes.CDLL(None).mallinfo2
@@ -197,19 +197,19 @@ def _tensor_bytes(device: torch.device) -> int:
 
 
 class Recorded:
-    """Launches over static tensors: a CUDA graph on a GPU, plain calls on a CPU."""
+    """Captured calls over static tensors: a CUDA graph on a GPU, plain calls on a CPU."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
-        """Run the launches once, which compiles them, and capture them.
+        """Make the calls once, which compiles their kernels, and capture them.
 
-        :raises Finding: if they cannot be captured.
+        :raises Finding: if the calls cannot be captured.
         """
         self._run = run
         run()
         self._graph = _capture(run) if device.type == "cuda" else None
 
     def replay(self) -> None:
-        """Run the captured launches again and wait for them."""
+        """Run the captured calls again, and wait for their completion."""
         if self._graph is None:
             with torch.inference_mode():
                 self._run()

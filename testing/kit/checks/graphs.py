@@ -1,6 +1,6 @@
-"""Decode as the engine captures it: planned once for the maximum lengths, then replayed with other lengths.
+"""Checks of steps that the engine captures: planned once for the maximum lengths, then replayed with other lengths.
 
-On a CPU, the same calls are made one by one instead of a graph replay.
+On a CPU, the calls are repeated one by one instead of a graph replay.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from headway.testing.kit.session import Session
 ROWS = 8
 LONGEST = {"cpu": 700, "cuda": 2048}
 _FEW_ON_A_CPU = 200
-"""Maximum length on a CPU for layers with many query heads, which are slow in an interpreter."""
+"""Maximum length in tokens on a CPU for layers with many query heads, which are slow in an interpreter."""
 PROMPT = 136
 """Number of tokens at which a prompt is captured."""
 _ALIGN = 4
 
 
 def _check_captured(stage: AttentionStage, tokens: int) -> None:
-    """Skip the check if engines never capture such a step.
+    """Skip the check if engines never capture such a step. tokens: number of tokens per sequence.
 
     :raises Skipped: if no engine captures a step with this number of tokens per sequence.
     """
@@ -42,8 +42,8 @@ def _check_captured(stage: AttentionStage, tokens: int) -> None:
 
 @without_stray_reads
 def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Capture at the maximum length, then replay at that length, at ragged lengths with padding rows, at short ones, and at the
-    maximum again."""
+    """Capture at the maximum length, then replay at that length, at ragged lengths with padding rows, at short lengths, and at
+    the maximum again."""
     tokens = 4 if cell.phase == "verify" else 1
     _check_captured(stage, tokens)
     device = stage.subject.device.type
@@ -65,7 +65,7 @@ def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 
 def prompt(stage: AttentionStage, cell: CheckCell) -> str:
-    """Capture one prompt at a length and replay it with shorter ones and padding after them, as an idle engine does."""
+    """Capture a prompt of PROMPT tokens, and replay it with shorter, padded prompts, as an idle engine does."""
     _check_captured(stage, PROMPT)
     # In an engine's pool, slots without a token are finite, and padding may attend to them.
     session = stage.session(cell, [[(PROMPT, 0, 0)]], poison=0.0)
@@ -103,7 +103,7 @@ def _turns(longest: int, block_size: int, tokens: int) -> list[Lens]:
 
 
 class _Recorded:
-    """Layers over static tensors and, on a GPU, their CUDA graph."""
+    """Static tensors of a step, the layers that run on them and, on a GPU, the layers' CUDA graph."""
 
     def __init__(self, session: Session, count: int) -> None:
         """count: number of tokens of the static tensors."""
@@ -119,7 +119,7 @@ class _Recorded:
 
 
 class _Captured(_Recorded):
-    """Static tensors of a decode, its plans and, on a GPU, its CUDA graph."""
+    """Static tensors, plans and, on a GPU, the CUDA graph of a decode step."""
 
     def __init__(self, session: Session, longest: int, tokens: int) -> None:
         super().__init__(session, ROWS * tokens)
@@ -157,7 +157,7 @@ class _Captured(_Recorded):
             self._record()
 
     def load(self, now: AttentionMetadata) -> AttentionMetadata:
-        """Update the static tensors and the plans, and return the metadata that the plans got."""
+        """Update the static tensors and the plans, and return the metadata passed to the plans."""
         static = self.static
         rows, width = now.block_table.shape
         static.block_table.zero_()
@@ -174,7 +174,7 @@ class _Captured(_Recorded):
 
 
 class _CapturedPrompt(_Recorded):
-    """Static tensors of one prompt of PROMPT tokens, its plans and, on a GPU, its CUDA graph."""
+    """Static tensors, plans and, on a GPU, the CUDA graph of one prompt of PROMPT tokens."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, PROMPT)
@@ -187,7 +187,7 @@ class _CapturedPrompt(_Recorded):
             self._record()
 
     def load(self, now: AttentionMetadata) -> None:
-        """Update slots and blocks; the remaining tokens are padding."""
+        """Update slots and blocks for a prompt; the remaining tokens are padding."""
         static = self._static
         static.slot_mapping.fill_(-1)
         static.slot_mapping[: now.num_tokens] = now.slot_mapping

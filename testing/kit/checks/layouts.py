@@ -1,4 +1,4 @@
-"""Checks of a cache layout and its writer: rows read back as they were written, and no other memory changes."""
+"""Checks of a cache layout and its writer: rows are read back as written, and no other memory changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BLOCKS = 40
 
 
 def layout_spec(stage: AttentionStage, cell: CheckCell) -> AttentionSpec:
-    """Return a layer for a layout's cell, with the value as a part of the key if the layout has no value. The cell's feature is a
-    cache dtype or none."""
+    """Return a layer for a layout's cell, whose values are part of the keys if the layout stores no values. The cell's feature is
+    a cache dtype or `none`."""
     value = stage.subject.layouts[cell.layout]
     latent, dtype = not value.has_value, CACHE_TYPES.get(cell.feature)
     scales = ((FP8_SCALES[0],) * 2 if latent else FP8_SCALES) if cell.feature == "fp8" and not value.has_scales else (1.0, 1.0)
@@ -108,7 +108,7 @@ def _write_and_read(stage: AttentionStage, cell: CheckCell, spec: AttentionSpec,
 
 
 def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return rows as a cache must store them: divided by the scale and, in FP8, clamped to its range."""
+    """Return rows as a cache must store them: divided by the scale and, for FP8, clamped to FP8's range."""
     if rows.dtype == dtype:
         return rows
     limit = torch.finfo(dtype).max
@@ -116,7 +116,7 @@ def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def _near(name: str, given: Tensor, read: Tensor, cache: LayerCache) -> None:
-    """Check rows read from a cache that stores its own scales: the error must be at most that of rounding.
+    """Check rows read from a cache that stores its own scales: the error must not exceed the rounding error.
 
     :raises Finding: if a row's error is larger.
     """

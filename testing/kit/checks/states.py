@@ -1,4 +1,4 @@
-"""Checks of state backends: claims, answers and states, chunked prompts, draft tokens, graphs."""
+"""Checks of state backends: claims, outputs and states, chunked prompts, draft tokens and graphs."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def answer(stage: StateStage, cell: StateCell) -> str:
 
 
 def session(stage: StateStage, cell: StateCell) -> str:
-    """Compare sequences that are chunked anywhere, verify draft tokens, share prefixes, move and end with runs over all tokens at
-    once."""
+    """Run sequences that are chunked anywhere, verify draft tokens, share prefixes, move and end; compare them with runs over
+    all tokens at once."""
     drafts = min(stage.claims.max_draft_tokens, MOST_DRAFTS)
     running = StateSession(StateParts.of(stage, cell), stage.spec(cell), stage.layouts[cell.layout])
     return Course(running, drafts).run()
 
 
 def graph(stage: StateStage, cell: StateCell) -> str:
-    """Plan a decode once over static tensors, and replay it for other slots, other sequences and padding rows.
+    """Plan a decode step once over static tensors, and replay it with other slots, other sequences and padding rows.
 
     Sequences with fewer draft tokens than the graph's width are padded with NaN tokens, which must not change a state.
     """
@@ -71,8 +71,8 @@ def graph(stage: StateStage, cell: StateCell) -> str:
 
 
 def _static_case(stage: StateStage, cell: StateCell, counts: Sequence[int], most: int, seed: int) -> StateCase:
-    """Return a step of sequences with these numbers of new tokens, plus padding rows. most: maximum tokens per sequence in any
-    replay."""
+    """Return a step of sequences with these numbers of new tokens, plus padding rows. most: maximum number of tokens per sequence
+    in any replay."""
     real, lens = len(counts), [(count, 9 + row) for row, count in enumerate(counts)]
     slots = _ROWS * (most + 1) - real - sum(counts) + 3  # every replay has a pool of the same size
     spec, layout = stage.spec(cell), stage.layouts[cell.layout]
@@ -80,7 +80,7 @@ def _static_case(stage: StateStage, cell: StateCell, counts: Sequence[int], most
 
 
 class _Recorded:
-    """Static tensors of a step, its plan and, on a GPU, its CUDA graph."""
+    """Static tensors, plan and, on a GPU, the CUDA graph of a step."""
 
     def __init__(self, backend: StateBackend, static: StateCase) -> None:
         decode = static.metadata.decode
