@@ -152,7 +152,7 @@ class ChatSession:
 
 
 def _messages() -> Iterator[str]:
-    """Yield the typed messages, with a prompt and line history, or the lines of a pipe as one message each."""
+    """Yield messages: typed ones, read with a prompt and line history, or each line of a pipe."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
