@@ -127,7 +127,7 @@ Command = Callable[..., None]
 def with_flags(
     command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
 ) -> Command:
-    """Replace a command's parameter `place` by options, in the order of the help. take: makes the argument from their values."""
+    """Replace a command's parameter `place` by options, in the order of the help. take: makes the argument from the values."""
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
         parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -231,7 +231,7 @@ def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dty
 
 
 def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Return backend -> option -> value from texts NAME.key=value (NAME may have dots). :raises ConfigError: if malformed."""
+    """Return backend -> option -> value, from texts NAME.key=value (NAME may have dots). :raises ConfigError: if malformed."""
     options: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")

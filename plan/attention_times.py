@@ -37,7 +37,7 @@ class MeasuredLayer:
         return cls(table.attention.to_spec(torch.device("cpu")), to_costs(table), backends)
 
     def fastest_us(self, shape: Shape) -> float:
-        """Return the microseconds of the fastest backend, which `auto` would choose; infinite if none has a time."""
+        """Return the time in microseconds of the fastest backend, which `auto` would choose. Infinite if none has a time."""
         layout = layout_of(self.spec).name
         times = (self.costs.at(shape, name, layout, size)[0] for size in _BLOCK_SIZES for name in self.backends)
         return min(times, default=math.inf)

@@ -20,7 +20,7 @@ class Utilisation:
     product_read: float = 0.84
     """Fraction of the memory bandwidth at which a GEMM reads its weights."""
     product_matrix: float = 0.748
-    """Share of the matrix rate for many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
+    """Fraction of the matrix rate at many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
     product_depth: float = 220.0
     """Columns of the weights (K) whose time equals the prologue and epilogue of a tile: a short K reaches less of the rate."""
     product_us: float = 1.07
@@ -34,7 +34,7 @@ class Utilisation:
     expert_matrix: float = 0.45
     """Fraction of the matrix rate that expert GEMMs with many token-expert pairs reach."""
     alone_us: float = 3.66
-    """Microseconds of a CUDA graph's launch, which a table's decode time includes and a kernel inside a step's graph saves."""
+    """Microseconds of a CUDA graph's launch, which a table's decode times include and a kernel within a step's graph saves."""
     decode_read: float = 0.86
     """Fraction of the memory bandwidth at which decode reads keys and values, used without a crossover table."""
     decode_us: float = 7.95
@@ -85,7 +85,7 @@ class AllReduceTimes:
     """Number of ranks -> microseconds per all-reduce, for each size in MESSAGE_BYTES."""
 
     def us(self, ranks: int, num_bytes: float) -> float:
-        """Return microseconds: log-linear between measured sizes and ranks, constant below, proportional above."""
+        """Return the time in microseconds: log-linear between measured sizes and ranks, constant below, proportional above."""
         if ranks == 1:
             return 0.0
         known = sorted(self.by_ranks)

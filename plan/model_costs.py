@@ -151,7 +151,7 @@ class RankExperts:
 
     @cached_property
     def chances(self) -> list[float]:
-        """Return the probability of each expert to be selected for a token."""
+        """Probability that a token selects an expert, for each expert."""
         return list(_chances(self.config.num_experts, self.config.top_k))
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.bench.generate.workloads import RequestSet
 
 MIN_SAME_TOKENS = 0.9
-"""Minimum share of equal tokens for engines to have done the same work. Near-ties in float32 may flip tokens."""
+"""Minimum fraction of equal tokens for engines to have done the same work. Near-ties in float32 may flip tokens."""
 TEXT_OUTPUT_LEN = 64
 
 

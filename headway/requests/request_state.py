@@ -127,11 +127,11 @@ class RequestState:
         self.params = params = request.params
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
         self.watched = bool(params.stop)
-        """True if each token is detokenized at once to detect stop texts; otherwise when an output is made, or at the end."""
+        """True if each token is detokenized at once to detect stop texts; otherwise only when an output is made or at the end."""
         self._changed = False
         self.num_cached_tokens = 0
         self._plain = False
-        """True if a delta only adds tokens: the text is not watched, and the first token has set times and counts."""
+        """True if a delta only adds tokens: no stop texts are watched for, and the first token has set times and counts."""
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
         self._progress = progress

@@ -43,7 +43,7 @@ class RequestStream:
         return output
 
     async def news(self) -> list[CompletionOutput] | None:
-        """Return each completion's new tokens and text, without constant parts; None at the end. Raises as `__anext__`."""
+        """Return each completion's new tokens and text, without unchanging fields; None at the end. Raises as `__anext__`."""
         if not await self._wait():
             return None
         news = self.state.news()
