@@ -62,7 +62,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open or create the file. name: the batch's name. :raises ConfigError: if it is for a different batch."""
+        """Open or create the file. name: the batch's name. :raises ConfigError: if it is another batch's, or OSError."""
         self.path = path
         self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
@@ -140,7 +140,7 @@ class Journal:
         self._end += len(line)
 
     def write(self, path: Path, failed: bool | None = None) -> int:
-        """Write answers to a file, in line order. failed: only failed or only successful ones. Return their number; 0 writes
+        """Write answers to a file, in line order. failed: only failed (or only successful) ones. Return their number; 0 writes
         no file.
         :raises OSError: if the file cannot be written."""
         wanted = [place for _, place in sorted(self._places.items()) if failed is None or place.failed == failed]
