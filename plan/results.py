@@ -207,7 +207,7 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
 
 
 def start_command(layout: Layout, model: str, batch: int, max_model_len: int) -> str:
-    """Return the command that starts one replica; empty if the format needs another checkpoint."""
+    """Return the command that starts one replica; empty if the format needs a different checkpoint."""
     if layout.weights.option is None:
         return ""
     words = ["headway", "serve", model, *layout.weights.option.split()]

@@ -265,7 +265,7 @@ class FleetSearch:
     def _with_rate(self, curve: Sequence[FleetPlan], times: StepPredictor, memory: EngineMemory) -> FleetPlan:
         """Return the plan with the fewest replicas that serve the rate within the limits, by simulating one of them; if no number
         of replicas does, a plan that uses all GPUs. curve: plans at full load, from which the first guess is made. memory: for
-        memory: for"""
+        the largest batch, an upper bound that a replica rarely reaches."""
         assert self.demand.rate is not None
         full, wanted = curve[-1], self.demand.rate * self.demand.mean_output_len
         most = self.num_gpus // full.layout.size

@@ -1,4 +1,4 @@
-"""Error responses in the form of each path's API, and handling of unknown fields in request bodies."""
+"""Error responses in the format of each path's API, and handling of unknown fields in request bodies."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def measure_regret(
 def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload) -> RegretReport:
     """Evaluate the choices with a table, using the times of an earlier report. Measures nothing and runs on any machine. report:
     from `measure_regret` with `anywhere`, since otherwise the layout and block size chosen now may have no times.
-    :raises ConfigError: if the table is for another layer than the times, or has no times for any layout."""
+    :raises ConfigError: if the table is for a layer other than that of the times, or has no times for any layout."""
     if report.spec.key != table.spec.key:
         need = f"times of the table's layer, {table.spec}"
         raise ConfigError("--trials", need, f"those of {report.spec}", "--output of headway table regret on such a table")

@@ -176,8 +176,8 @@ COLUMNS = (
     "graphs",
 )
 """Columns; one row per workload. "spread": half of fastest minus slowest. "of floor": the roofline's share, minimum time over
-time. Times: to first token, per later token, host time per step. "graphs": share of steps that replayed one graph; notes below
-the table explain the others."""
+time. Times: to first token, per later token, host time per step. "graphs": fraction of steps that replayed one graph; notes below
+the table explain the other steps."""
 _ROOMY = 90
 """Minimum console width, in characters, for wide columns."""
 

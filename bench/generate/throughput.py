@@ -203,7 +203,7 @@ class TransformersPeer:
 
 
 def same_tokens(ours: Generated, theirs: Generated, eos: frozenset[int]) -> float:
-    """Return the share of equal tokens, counting each text up to its first end-of-text token in `ours`, and equal up to the
+    """Return the fraction of equal tokens, counting each text up to its first end-of-text token in `ours`, and equal up to the
     first difference.
 
     After that token the two differ by construction: only one may generate the end-of-text token.

@@ -216,7 +216,7 @@ def exponential(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
     """Return Exp(1) numbers, float32 [rows, num_tokens], from counters instead of a generator's state (Salmon et al. 2011).
 
     Each depends only on its row's key and its token, so that a draw can be repeated, dropped, or batched without changing any
-    Each number depends only on the row's key and the token, so a draw can be repeated, dropped or batched without changing any
+    other. first: token of the first column.
     """
     before, skipped = divmod(first, 4 * LANES)
     groups = -(-(skipped + num_tokens) // (4 * LANES))

@@ -45,7 +45,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """True for JSON without whitespace between its parts."""
     disable_additional_properties: bool = False
-    """True to forbid properties that a JSON schema does not name, unless the schema itself allows or forbids others."""
+    """True to forbid properties that a JSON schema does not name, unless the schema itself allows or forbids them."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace within JSON. None means at most one space, tab or line break."""
 

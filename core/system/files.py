@@ -84,7 +84,7 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
     """Write a file atomically: readers never see half a file, and a failed write leaves the old file unchanged.
 
     For a symbolic link, the target is written. An existing file keeps its mode and owner. A character device or FIFO is written
-    A character device or FIFO is written Incomplete files of killed processes in the folder are removed.
+    to and never replaced. Incomplete files of killed processes in the folder are removed.
 
     content: parts of the file, in order. durable: True to wait until the file is on disk, so that a power loss neither removes
         the old file nor leaves an empty one. private: True to let only this user read the file, whatever the umask and an

@@ -159,11 +159,11 @@ _ATTENTION: Final = {
     "FLEX_ATTENTION": "flex",
     "FLASHINFER": "flashinfer",
 }
-"""vLLM's name of an attention backend -> Headway's."""
+"""vLLM's name of an attention backend -> Headway's name."""
 
 
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
-"""vLLM's name for the task of a pooling model -> Headway's."""
+"""vLLM's name for the task of a pooling model -> Headway's name."""
 
 VALUES: Final[Mapping[str, Mapping[object, str]]] = {
     "dtype": {"half": "float16", "float": "float32"},

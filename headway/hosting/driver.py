@@ -22,7 +22,7 @@ class HeldInterrupts:
     """Delays SIGINT while an engine's step runs in the main thread, the only one that Python interrupts.
 
     An exception between two instructions of a step could leak pages, or leave a step that the device ran and the scheduler does
-    or leave a step that the device ran and the scheduler does A second Ctrl-C is delivered at once, because the step may hang.
+    not know. A second Ctrl-C is delivered at once, because the step may hang.
     """
 
     def __init__(self) -> None:

@@ -52,9 +52,9 @@ class EngineChoices(NamedTuple):
     """Choices that rank 0 made for all ranks by measuring, as lists in the order of the model's layers."""
 
     costs: Sequence[CostTable] | None
-    """One table for each of `LayerSpecs.counts`."""
+    """Times of attention: one table for each item of `LayerSpecs.counts`."""
     state_costs: Sequence[CostTable] | None
-    """One table for each distinct element of `LayerSpecs.states`."""
+    """Times of state layers: one table for each distinct item of `LayerSpecs.states`."""
 
     @classmethod
     def of(

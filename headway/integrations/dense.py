@@ -369,7 +369,7 @@ def _matches_rule(visibility: Visibility, rule: Rule) -> bool:
 
 
 Rule = Callable[..., Tensor]
-"""(batch, head, query, key) -> whether the query sees the key. Query and key are positions and may be tensors."""
+"""Function (batch, head, query, key) -> whether the query sees the key. Query and key are positions and may be tensors."""
 
 _DEPTH = 6  # Maximum nesting of functions to compare
 

@@ -195,7 +195,7 @@ class _Waiting:
 
 
 class AsyncPooling:
-    """Runs the engine of a `PoolingClient` in its own thread. Waiting requests take turns, text by text."""
+    """Runs the engine of a `PoolingClient` in its own thread. Waiting requests alternate, text by text."""
 
     def __init__(self, client: PoolingClient) -> None:
         self.model = client.model

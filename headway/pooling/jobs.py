@@ -46,7 +46,7 @@ class PoolingJob(Generic[Output]):
 
     texts: Sequence[EncodedText]
     finish: Callable[[Sequence[Tensor]], list[Output]]
-    """Called with each text's result: float32 [size], or [tokens, size] for a model that rewards tokens."""
+    """Function to call with each text's result: float32 [size], or [tokens, size] for a model that rewards tokens."""
 
     @property
     def num_tokens(self) -> int:

@@ -255,7 +255,7 @@ async def _nothing() -> Any:
 
 
 async def _all(parts: Sequence[Awaitable[None]]) -> None:
-    """Run all parts concurrently; the first exception ends the others."""
+    """Run all parts concurrently; the first exception ends the other parts."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         await asyncio.gather(*tasks)

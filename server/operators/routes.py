@@ -249,7 +249,7 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/resume")
     async def resume(self) -> Response:
-        """Let requests continue, the waiting ones first."""
+        """Let requests continue, waiting requests first."""
         self._service.check_operator()
         self._service.resume()
         return json_response({"status": "resumed"})

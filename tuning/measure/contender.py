@@ -34,7 +34,7 @@ class GuardedInputs:
         self, small: Mapping[str, Tensor], large: Mapping[str, Tensor], rebuild: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         """small: tensors to copy. large: tensors to checksum. rebuild: function that makes the large tensors again, in other
-        function that makes the large tensors again, in other"""
+        memory."""
         self._small = small
         self._large = large
         self._rebuild = rebuild
@@ -160,7 +160,7 @@ def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, wr
     """Run a case of one phase through one backend, as an engine layer calls it.
 
     writer: cache writer of the layout. It writes the new tokens (to slots that already hold them), unless the backend writes them
-    It writes the new tokens (to slots that already hold them), unless the backend writes them
+    in decode.
     """
     step = case.metadata
     try:

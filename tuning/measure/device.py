@@ -120,7 +120,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tu
     """Return the rate of a large copy in GB/s (read plus written), and of a GEMM of square random matrices in TFLOP/s.
 
     The copy has 2 GiB on a GPU (less if little memory is free) and 64 MiB on a CPU; the matrices have 8192 and 512 rows. Both
-    Both
+    exceed the caches by far.
     """
     if device.type == "cuda":
         size, n = min(2**31, torch.cuda.mem_get_info(device)[0] // 8), 8192

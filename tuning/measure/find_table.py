@@ -108,7 +108,7 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
 
 
 def first_points(layer: TunedLayer) -> Sequence[Point]:
-    """Return the points that a start measures first: none if a table is stored, those that check a shipped table, or all."""
+    """Return the points that a start measures first: none if a table is stored, the points that check a shipped table, or all."""
     if layer.stored is not None:
         return ()
     return layer.wanted if layer.prior is None else check_points(layer.prior.table, layer.wanted, layer.kernels)

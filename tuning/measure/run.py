@@ -193,7 +193,7 @@ def _begin(
 
 def _examined(bench: Bench, name: str, pairs: Sequence[Pair], excluded: str) -> KernelRecord:
     """Return a kernel's record: whether it is available, supports the layer and passes its self-test. excluded: reason not to
-    excluded: reason not to"""
+    call it."""
     measured = bench.measured
     if excluded:
         return record_of(measured.registry, name, True, excluded, measured.kind)
@@ -219,7 +219,7 @@ def _old_table(options: CrossoverOptions, measured: MeasuredKind) -> CrossoverTa
 def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptions) -> CrossoverTable:
     """Return the new table with the cells of the old one.
 
-    :raises UnsupportedError: if the old table is for another machine, layer or set of backends.
+    :raises UnsupportedError: if the old table is for a different machine, layer or set of backends.
     """
     excluded = options.excluded
     reasons = differences(
@@ -245,7 +245,7 @@ def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptio
 # the backends, plus those that came near the fastest anywhere. After Jamieson and Talwalkar (2016), with times instead of losses.
 _UNDECIDED = 1.15
 """Ratio of mean times to the fastest, below which the corners of a grid do not decide between layouts and block sizes. All of
-Ratio of mean times to the fastest, below which the corners of a grid do not decide between layouts and block sizes. All of"""
+these stay: noise in these few points must not decide what `auto` chooses."""
 NEAR = 1.15
 """Ratio to the fastest time. A backend that is within this ratio at one point may win at another."""
 

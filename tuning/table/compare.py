@@ -29,7 +29,7 @@ def differences(
     spec: LayerRecord | None = None,
     owners: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Reason]:
-    """Return every difference that makes a table's times invalid: another machine, other software or another layer.
+    """Return every difference that makes a table's times invalid: a different machine, software or layer.
 
     owners: (distribution, version) of each kernel registered here, from `self_test.owners`. An optional third item is the digest
     of the plugin's files; with it, a change of the plugin's files is a difference.

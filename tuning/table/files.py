@@ -35,7 +35,7 @@ class TableError(ConfigError):
 def read_table(path: Path, kind: str | None = "attention") -> CrossoverTable:
     """Read a table; older formats are converted. kind: required kind of operation; None means any.
 
-    :raises TableError: if the file is missing, is not JSON, has another schema or kind, or has an invalid value.
+    :raises TableError: if the file is missing or not JSON, has the wrong schema or kind, or has an invalid value.
     """
     return _read(path, kind)[0]
 
@@ -160,7 +160,7 @@ def stored_tables(kind: str = "attention") -> list[Path]:
 FOLDER_VARIABLE = "HEADWAY_PRIORS"
 """Environment variable: a folder of priors to use instead of the package's, such as one shared by many machines."""
 _DECIDING = ("device", "compute capability", "level", *(record.named for record in RECORDS.values()))
-"""Differences that make a prior unusable: another kind of GPU or another layer."""
+"""Differences that make a prior unusable: a different kind of GPU or a different layer."""
 
 
 @dataclass(frozen=True)
