@@ -1,4 +1,4 @@
-"""Helpers for charts: colors, access to matplotlib (the extra `plot`), PNG output and grouped bars."""
+"""Helpers for charts: colors, import of matplotlib (the extra `plot`), PNG output and grouped bars."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headway.core.contract.errors import ConfigError
 
 _PIXELS_PER_INCH = 110
 _LETTERS_PER_INCH = 11.5
-"""Maximum number of letters of a heading per inch."""
+"""Maximum number of letters in a heading per inch of the figure's width."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
 """One color per backend: distinguishable with color blindness, readable with dark text or white. After Paul Tol's bright and
 light schemes."""
 BAR_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377")
-"""One color per series of bars, Headway's first."""
+"""One color per series of bars. The first is Headway's."""
 NONE = "#6e7278"
 TIE = "#d9c7a3"
 """Color of a tie: backends whose times are indistinguishable."""
@@ -28,12 +28,12 @@ def colours(backends: Sequence[str]) -> dict[str, str]:
 
 
 def cell_colour(winners: Sequence[str], chosen: dict[str, str]) -> str:
-    """Return the winner's color; TIE if several win, NONE if no backend has a time."""
+    """Return the winner's color, TIE if several backends win, or NONE if no backend has a time."""
     return NONE if not winners else TIE if len(winners) > 1 else chosen.get(winners[0], NONE)
 
 
 def faded(speedup: float | None) -> float:
-    """Return the opacity of a winner's cell, which grows with the speed-up up to 1.5."""
+    """Return the opacity of a winner's cell, which grows with the speed-up, up to a speed-up of 1.5."""
     gain = 1.0 if speedup is None else min(max(speedup - 1.0, 0.0) / 0.5, 1.0)
     return 0.45 + 0.55 * gain
 
@@ -43,7 +43,7 @@ Series = Mapping[str, Sequence[float | None]]
 
 
 def new_figure(width: float, height: float, otherwise: str = "") -> Any:
-    """Return an empty white figure. width, height: inches. otherwise: alternative to suggest without matplotlib.
+    """Return an empty white figure. width, height: inches. otherwise: alternative to suggest if matplotlib is missing.
     :raises ConfigError: if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -71,7 +71,7 @@ def png(figure: Any) -> bytes:
 
 
 def bare(axis: Any) -> None:
-    """Remove the frame's lines without numbers, and draw a light grid."""
+    """Remove the frame lines that have no numbers, and draw a light grid."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)

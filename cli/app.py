@@ -82,7 +82,7 @@ _COMMANDS: Final = {
     "check": ("measure.check", WRITE),
     "plugins": ("look.plugins", WRITE),
 }
-"""Command -> the module with a function of the command's name, and the help panel. Excludes command groups."""
+"""Command name -> the module with the function of that name, and the command's help panel. Excludes command groups."""
 
 
 def make_app(names: Iterable[str] = _COMMANDS, groups: bool = True) -> typer.Typer:
@@ -125,7 +125,7 @@ def _add_groups(app: typer.Typer) -> None:
 
 
 def command_for(arguments: Sequence[str]) -> Any:
-    """Return the command line for typer, with only the first named command: importing all takes a tenth of the start."""
+    """Return the typer app with only the command that is named first: importing all commands takes a tenth of the start time."""
     named = bool(arguments) and arguments[0] in _COMMANDS
     return typer.main.get_command(make_app(arguments[:1], groups=False) if named else make_app())
 

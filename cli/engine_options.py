@@ -1,4 +1,4 @@
-"""Options of a command from the fields of `EngineArgs` and `SamplingParams`, and the tables of docs/options.md."""
+"""Command-line options from the fields of `EngineArgs` and `SamplingParams`, and the tables of docs/options.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Flag(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Name of the command's parameter."""
+        """Name of the command's parameter for this option."""
         return self.name.lstrip("-").replace("-", "_")
 
 
@@ -78,7 +78,7 @@ _FORMS: Final = (
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Replace a command's parameter `sampling` by options. without: fields to leave out. defaults: this command's defaults."""
+    """Replace a command's parameter `sampling` by options. without: fields to leave out. defaults: defaults of this command."""
     flags = [
         flag._replace(default=False, switch=True)
         if flag.kind is bool

@@ -24,7 +24,7 @@ _MOST_ROWS = 4  # Maximum number of lines per sequence and group; longer ones sh
 
 
 def picture(usage: CacheUsage) -> RenderableType:
-    """Return a drawing of the blocks by sequence and group, and of the pool: at most 80 columns, readable without colours."""
+    """Return a drawing of each sequence's blocks in each cache group, and of the pool, at most 80 columns wide."""
     legend = Text()
     for letter, word in _WORDS.items():
         legend.append(letter, _STYLES[letter]).append(f" {word}   ")

@@ -44,11 +44,11 @@ ConfigFile = Annotated[
         help="YAML file of option values, keyed by option names without leading dashes. The command line takes precedence.",
     ),
 ]
-"""The option --config."""
+"""Type of a command's parameter for the option --config."""
 
 
 class _Named(NamedTuple):
-    """Parameter that a name in a configuration file sets."""
+    """Parameter of a command that a name in a configuration file sets."""
 
     parameter: str
     is_opposite: bool  # True if the name is the negated form of an option (--no-...)
@@ -56,7 +56,7 @@ class _Named(NamedTuple):
 
 
 def _names(context: typer.Context) -> dict[str, _Named]:
-    """Return name in a file -> the parameter that it sets."""
+    """Return name in a configuration file -> the parameter that it sets."""
     names: dict[str, _Named] = {}
     for parameter in context.command.params:
         name, many = str(parameter.name), bool(getattr(parameter, "multiple", False))
@@ -127,7 +127,7 @@ Command = Callable[..., None]
 def with_flags(
     command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
 ) -> Command:
-    """Replace a command's parameter `place` by options, in the order of the help. take: makes the argument from their values."""
+    """Replace a command's parameter `place` by options, in the order of the help. take: makes the argument from the values."""
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
         parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -143,7 +143,7 @@ def with_flags(
 
 
 def names_of(text: str | None) -> list[str] | None:
-    """Return the names in a comma-separated text, or None if there are none."""
+    """Return the names in a comma-separated text, or None if it is empty."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -163,7 +163,7 @@ def requests_of(text: str | None) -> list[str] | None:
 
 def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
     """Return the adapters of --lora-modules, in either of vLLM's two forms, numbered from 1. enabled: the engine's enable_lora.
-    :raises ConfigError: if a text has another form, a name repeats, or LoRA is disabled."""
+    :raises ConfigError: if a text has a different form, a name repeats, or LoRA is disabled."""
     found: list[LoRARequest] = []
     for text in texts:
         name, equals, path = text.partition("=")
@@ -195,7 +195,7 @@ def adapter_of(folder: str | None, engine: dict[str, Any]) -> LoRARequest | None
 
 
 def on_command_line(context: typer.Context, name: str) -> bool:
-    """Return whether a parameter was given on the command line, not by its default or a file."""
+    """Return whether a parameter's value was given on the command line, not by a default or a configuration file."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -222,7 +222,7 @@ def block_sizes_of(text: str | None) -> Sequence[int] | None:
 
 
 def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
-    """Return the element type of a name, or None for auto. :raises ConfigError: if the name is unknown."""
+    """Return the element type that has this name, or None for auto. :raises ConfigError: if the name is unknown."""
     if name == "auto":
         return None
     if name not in known:
@@ -231,7 +231,7 @@ def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dty
 
 
 def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Return backend -> option -> value from texts NAME.key=value (NAME may have dots). :raises ConfigError: if malformed."""
+    """Return backend -> option -> value, from texts NAME.key=value (NAME may have dots). :raises ConfigError: if malformed."""
     options: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")
@@ -259,7 +259,7 @@ def report_written(path: Path | None, console: Console) -> None:
 
 
 def write_result(result: BaseModel, path: Path | None, console: Console) -> None:
-    """Write a result as JSON and print where, if `path` is not None."""
+    """Write a result as JSON and print the path, if `path` is not None."""
     from headway.core.system.json_files import write_json
 
     if path is not None:

@@ -66,7 +66,7 @@ _NAMES = {
     "headway.tuning.isolated.trial": "create_registry",
     "headway.version": "__version__",
 }
-"""Module -> the public names that this package re-exports from it."""
+"""Module name -> the public names that this package re-exports from it."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 

@@ -1,4 +1,4 @@
-"""`headway` and `python -m headway`."""
+"""Entry point of `headway` and `python -m headway`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INTERRUPTED: Final = 130  # Exit code by which shells report SIGINT
 def main() -> None:
     """Run the command line.
 
-    A user's mistake or a system error (full disk, too little memory) ends with one message and exit code 2, Ctrl-C with 130
+    A user's mistake or a system error (full disk, out of memory) ends with one message and exit code 2, Ctrl-C with 130
     or SIGINT. Only a bug in Headway shows a traceback.
     """
     open_closed_streams()

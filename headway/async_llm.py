@@ -52,13 +52,13 @@ _TOKENISERS = 2  # Threads that render templates and tokenize; the tokenizer's n
 class AsyncLLM:
     """A running model that takes requests at any time. Methods have the names of vLLM's AsyncLLM.
 
-    Prompts are tokenized in threads, the engine runs in another thread or its own process, and texts are made on the caller's
+    Prompts are tokenized in threads, the engine runs in another thread or its own process, and text is decoded on the caller's
     event loop. Coroutines of several event loops may share one AsyncLLM.
     """
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and start its engine (seconds to minutes). Options as in `LLM`. :raises HeadwayError: if one is bad."""
+        """Load a model and start its engine (seconds to minutes). Options: see `LLM`. :raises HeadwayError: if one is invalid."""
         self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
@@ -83,7 +83,7 @@ class AsyncLLM:
 
     def _start(self, host: EngineHost) -> None:
         self.host = host
-        """The host of the engine, a thread or a process."""
+        """Host of the engine: a thread or a process."""
         self.model = host.model
         self._mailboxes = Mailboxes()
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
@@ -101,10 +101,10 @@ class AsyncLLM:
         priority: int = 0,
         **others: object,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt. Yield the output so far, or what SamplingParams.output_kind says.
+        """Complete a prompt. Yield the output so far, or the part that SamplingParams.output_kind selects.
 
-        The request ends with the iterator and with the task that reads it, so that a caller who stops reading need not abort it.
-        prompt, sampling_params, lora_request: see LLM.generate. request_id: an id that no unfinished request has; None generates
+        The request ends when the iterator or the task that reads it ends, so a caller who stops reading need not abort it.
+        prompt, sampling_params, lora_request: see LLM.generate. request_id: an id that no unfinished request uses; None makes
         one. priority: see scheduling_policy. others: keywords of vLLM; unsupported ones are rejected.
         :raises PromptError: if the prompt is empty or too long, before the first item.
         :raises ConfigError: if a parameter is invalid, before the first item.
@@ -130,7 +130,7 @@ class AsyncLLM:
         priority: int = 0,
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation, using the model's chat template. Yields as `generate`. template: see `chat_prompt`."""
+        """Answer a conversation, using the model's chat template. Yields as `generate` does. template: see `chat_prompt`."""
         prompt = await self.chat_prompt(messages, **template)
         stream = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         async with aclosing(stream) as outputs:
@@ -162,7 +162,7 @@ class AsyncLLM:
         return await self.in_thread(render)
 
     async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """Return a tokenized text, with control token names as text. add_special_tokens: add the tokenizer's own, such as BOS.
+        """Return a tokenized text; control token names in it stay text. add_special_tokens: add the tokenizer's, such as BOS.
         :raises HeadwayError: if the tokenizer does not support this."""
         return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
 
@@ -179,7 +179,7 @@ class AsyncLLM:
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | None = None,
     ) -> list[CheckedRequest]:
-        """Tokenize and check prompts for `submit`, in a thread unless few and short. :raises HeadwayError: as `generate`."""
+        """Tokenize and check prompts for `submit`, in a thread unless they are few and short. Raises as `generate`."""
         validate = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
         check = partial(validate, prompts, sampling_params, priority)
         return check() if quickly_checked(prompts) else await self.in_thread(check)
@@ -188,7 +188,7 @@ class AsyncLLM:
         """Queue a request that `check` returned. Return the stream of its outputs. Must be called on an event loop.
 
         The caller must read the stream to its end or close it, as `generate` does.
-        :raises ConfigError: if the id is in use, or the call comes from a step of the engine and would wait for itself.
+        :raises ConfigError: if the id is in use, or if the call comes from within an engine step and would wait for itself.
         :raises EngineDeadError: if the engine has ended or is being drained.
         """
         self.host.check_caller()
@@ -213,7 +213,7 @@ class AsyncLLM:
         await asyncio.sleep(0)  # the mailboxes run in the next iteration of the loop
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Reject new requests and wait until running ones end. Return whether all did. timeout: seconds; None means no limit."""
+        """Reject new requests and wait for running ones. Return whether all have ended. timeout: seconds; None means no limit."""
         self._draining = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while self.num_unfinished_requests and self.is_running:
@@ -246,7 +246,7 @@ class AsyncLLM:
         return True
 
     async def stats(self) -> EngineSnapshot:
-        """Return the engine's statistics, current and since its start, read between two steps. Raises as `query`."""
+        """Return the engine's current statistics and its totals since the start, read between two steps. Raises as `query`."""
         return await self.query(EngineLoop.snapshot)
 
     async def query(self, function: Callable[[EngineLoop], T]) -> T:
@@ -254,7 +254,7 @@ class AsyncLLM:
         return await self.run_task(query(function))
 
     async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
-        """Call a task with the engine's driver. Raises as `query`. concurrently: run during steps; the task must not change
+        """Call a task with the engine's driver. Raises as `query`. concurrently: run the task during steps; it must not change
         the engine."""
         if not concurrently:
             self.host.check_caller()
@@ -266,11 +266,11 @@ class AsyncLLM:
         await self.run_task(partial(live_model.sleep, level=level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again; see LLM.wake_up."""
+        """Allocate the memory of weights and KV cache again; see LLM.wake_up."""
         await self.run_task(partial(live_model.wake_up, tags=tags))
 
     async def is_sleeping(self) -> bool:
-        """Return whether weights or KV cache are asleep."""
+        """Return whether the weights or the KV cache are asleep (freed)."""
         return await self.run_task(live_model.is_sleeping)
 
     async def collective_rpc(
@@ -280,7 +280,7 @@ class AsyncLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function or method of the worker (LLM.collective_rpc); picklable for another process. timeout: seconds."""
+        """Call a function (picklable, for an engine process) or a worker's method; see LLM.collective_rpc. timeout: seconds."""
         call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
         return await asyncio.wait_for(call, timeout)
 
@@ -292,16 +292,16 @@ class AsyncLLM:
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter by number; running requests keep using it. Return whether it existed. Raises as `run_task`."""
+        """Remove an adapter by its id; running requests keep using it. Return whether it existed. Raises as `run_task`."""
         return await self.run_task(query(partial(remove_adapter, lora_id=lora_id)))
 
     async def list_loras(self) -> set[int]:
-        """Return the numbers of the loaded adapters. Raises as `run_task`."""
+        """Return the ids of the loaded adapters. Raises as `run_task`."""
         return await self.run_task(query(adapter_ids))
 
     @property
     def facts(self) -> EngineFacts:
-        """Facts about the engine."""
+        """Facts about the engine that do not change after its start."""
         return self.host.facts
 
     @property
@@ -313,7 +313,7 @@ class AsyncLLM:
 
     @property
     def engine(self) -> EngineLoop:
-        """The engine of `driver`."""
+        """The engine that `driver` runs. Raises as `driver`."""
         return self.driver.engine
 
     @property
@@ -347,7 +347,7 @@ class AsyncLLM:
         return self.host.error
 
     async def check_health(self, step_timeout: float | None = None) -> None:
-        """Check that the engine works. step_timeout: maximum seconds per step; None means no limit.
+        """Check that the engine is alive. step_timeout: maximum seconds per step; None means no limit.
         :raises EngineDeadError: if the engine has ended, or no step has finished for longer than `step_timeout`."""
         if self.host.error is not None:
             raise self.host.error
@@ -367,11 +367,11 @@ class AsyncLLM:
 
     @property
     def num_running(self) -> int:
-        """Number of sequences that the engine's steps advance."""
+        """Number of sequences that are running in the engine."""
         return self.host.num_sequences[0]
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise the error for a missing attribute, with a hint for vLLM's attributes."""
+        """Raise the error for a missing attribute, with a hint if vLLM has the attribute."""
         raise missing_attribute(name, type(self).__name__)
 
     async def in_thread(self, function: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Beam search: find the most likely continuations by keeping several at each token (Graves 2012)."""
+"""Beam search: find the most likely continuations by keeping several candidates at each token (Graves 2012)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BeamSearchParams:
     """Parameters of `LLM.beam_search`, with vLLM's names and meanings."""
 
     beam_width: int
-    """Number of continuations to keep at each token and to return."""
+    """Number of continuations to keep after each token and to return."""
     max_tokens: int
     ignore_eos: bool = False
     """Continue past the model's end-of-text tokens."""
@@ -74,9 +74,9 @@ class BeamSearch:
     prompt: Sequence[int]
     params: BeamSearchParams
     ends: frozenset[int]
-    """Tokens that end a continuation."""
+    """Ids of the tokens that end a continuation."""
     room: int
-    """Maximum number of tokens of a continuation within the model's length."""
+    """Maximum number of tokens in a continuation, limited by the model's maximum length."""
     beams: list[BeamSearchSequence] = field(init=False)
     """Unfinished continuations."""
     complete: list[BeamSearchSequence] = field(default_factory=list)
@@ -90,7 +90,7 @@ class BeamSearch:
         return bool(self.beams) and len(self.beams[0].logprobs) < min(self.params.max_tokens, self.room)
 
     def take(self, found: Sequence[LogprobsByToken]) -> None:
-        """Extend the beams by one token. found: the most likely next tokens of each beam."""
+        """Extend the beams by one token. found: the most likely next tokens for each beam."""
         longer = []
         for beam, likely in zip(self.beams, found, strict=True):
             for token, scored in likely.items():
@@ -121,7 +121,7 @@ class BeamSearch:
 
 
 def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]) -> None:
-    """Run searches to their ends. generate: completes prompts of token ids, one per beam and step, mostly cached."""
+    """Run searches to completion. generate: completes prompts of token ids, one per beam and step; most of each is cached."""
     while inputs := next_tokens(searches):
         take_tokens(searches, generate(*inputs))
 
@@ -136,7 +136,7 @@ def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], Sampli
 
 
 def take_tokens(searches: Sequence[BeamSearch], outputs: Sequence[RequestOutput]) -> None:
-    """Extend the searches by the outputs for the prompts of `next_tokens`, one output per prompt."""
+    """Extend the searches with the outputs for the prompts of `next_tokens`, one output per prompt."""
     found = iter(outputs)
     for each in searches:
         if each.unfinished:

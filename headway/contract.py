@@ -1,4 +1,4 @@
-"""Stable names of the contract, for backends, layouts and tests outside this repository.
+"""Stable public names of the kernel contract, for backends, layouts and tests outside this repository.
 
 They change only with `API_VERSION`. Everything else in `headway` is internal and may change in any release.
 """

@@ -1,4 +1,4 @@
-"""Every option of `LLM`: its keywords, the command-line options and docs/options.md are made from `EngineArgs`."""
+"""Options of `LLM`. Its keywords, the command-line options and docs/options.md are generated from `EngineArgs`."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:
-        """Return the options in a call's arguments. :raises ConfigError: if an option is unknown or invalid."""
+        """Return the options given as a call's arguments. :raises ConfigError: if an option is unknown or invalid."""
         refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
         check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ class EngineArgs(EngineConfig):
 
 
 def check_model(given: Sequence[object]) -> None:
-    """Check the positional arguments, which may be one model. :raises ConfigError: if there are several."""
+    """Check the positional arguments: at most one, the model. :raises ConfigError: if there are several."""
     if len(given) > 1:
         raise ConfigError("LLM", "one argument without a name, the model", f"{len(given)} of them")
 
@@ -203,7 +203,7 @@ class PoolingModel(NamedTuple):
 
 
 def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
-    """Return the model if it is a pooling model, else None. Reads small files. :raises HeadwayError: if it does not exist."""
+    """Return the model if it is a pooling model, else None. Reads small files. :raises HeadwayError: if there is no model."""
     is_pooling = args.runner != "auto" or args.task != "auto"
     if args.model in ALIASES and not is_pooling:
         return None
@@ -215,7 +215,7 @@ def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
 
 @functools.cache
 def option_types() -> Mapping[str, Any]:
-    """Return option -> its annotation with the help text. Cached, since reading all annotations takes milliseconds."""
+    """Return option name -> its annotation, which has the help text. Cached, since reading all annotations takes milliseconds."""
     later = {name: type(name, (), {}) for name in ("Registry", "Kernel")}
     later["BackendRequest"] = str  # the text form, so that its command-line option takes a text
     return get_type_hints(EngineArgs, localns=later, include_extras=True)
@@ -223,7 +223,7 @@ def option_types() -> Mapping[str, Any]:
 
 @functools.cache
 def help_texts() -> Mapping[str, str]:
-    """Return option -> its help text, in the order for readers: model and machine first."""
+    """Return option name -> its help text, in the order of the documentation: model and machine first."""
     hints = option_types()
     own = [field.name for field in dataclasses.fields(EngineArgs)]
     engine = [field.name for field in dataclasses.fields(EngineConfig)]

@@ -1,4 +1,4 @@
-"""`LLM`: a model and an engine; generates text, embeddings and scores."""
+"""`LLM`: a model with its engine, which generates text, embeddings and scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from headway.requests.request_state import OutputProcessor, Progress, RequestSta
 
 
 class LLM(EngineAccess):
-    """Model ready to generate, embed or score, with vLLM's argument names. Threads may share it and so its batch."""
+    """Model ready to generate, embed or score, with vLLM's argument names. Threads may share it, and thereby its batch."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
@@ -60,7 +60,7 @@ class LLM(EngineAccess):
         self.num_threads = made.num_threads
         self.tokenizer = made.model.tokenizer
         self.start_times = made.start
-        """Seconds of each part of the start."""
+        """Duration of each part of the start, in seconds."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -81,7 +81,7 @@ class LLM(EngineAccess):
 
     @property
     def model_config(self) -> ModelSettings:
-        """Sizes and options of the model under vLLM's names. Raises as `driver`."""
+        """Model's sizes and options under vLLM's names. Raises as `driver`."""
         return self.llm_engine.vllm_config.model_config
 
     @property
@@ -110,7 +110,7 @@ class LLM(EngineAccess):
         prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
         of these. sampling_params: one for all or one per prompt; None means `get_default_sampling_params`. priority: one for all
         or one per prompt; see scheduling_policy. lora_request: an adapter for all or one per prompt, None meaning the base model;
-        see docs/lora.md. prompt_token_ids: prompts, under vLLM's older name. others: keywords of vLLM; unsupported ones are
+        see docs/lora.md. prompt_token_ids: the prompts, under vLLM's older name. others: keywords of vLLM; unsupported ones are
         rejected.
 
         If a request's schema cannot be compiled or its logits processor raises, only this request ends, with finish_reason
@@ -158,7 +158,7 @@ class LLM(EngineAccess):
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[tuple[str | int, RequestOutput]]:
-        """Complete one prompt or several at once. Yield an output whenever a step has added tokens to a prompt's completions.
+        """Complete one or several prompts. Yield an output whenever a step has added tokens to a prompt's completions.
 
         Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list. An output holds
         all completions so far, or what SamplingParams.output_kind says. Requests end when the iterator is closed, or by `abort`
@@ -257,7 +257,7 @@ class LLM(EngineAccess):
     ) -> list[EmbeddingRequestOutput]:
         """Return one embedding per prompt, in order. prompts: as in `generate`. dimensions: number of elements to keep, if the
         model was trained for it. truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the model's limit; None
-        rejects longer prompts. pooling_params: both of these, instead of the keywords. others: see `generate`.
+        rejects longer prompts. pooling_params: replaces these two keywords. others: see `generate`.
         :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
         :raises ConfigError: if the model generates or scores, or a parameter is invalid.
         """
@@ -308,7 +308,7 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: object,
     ) -> list[PoolingRequestOutput]:
-        """Return the results of a reward model or a token classifier for each token or step of a prompt.
+        """Return a reward model's or token classifier's results for each token or step of a prompt.
 
         Each output's data is float32 [tokens, labels], or [steps, labels] for a model that rewards steps. Arguments: see `embed`.
         :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
@@ -328,7 +328,7 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Return `embed`, `classify`, `reward` or token embeddings as tensors. pooling_task: vLLM's; None means the model's."""
+        """Return embeddings, classes, rewards or token embeddings as tensors. pooling_task: vLLM's; None means the model's."""
         task = self.pooling.jobs.pooling_task(pooling_task)
         if task == "token_embed":
             check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))
@@ -344,7 +344,7 @@ class LLM(EngineAccess):
         return [PoolingRequestOutput.of(each) for each in made]
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
-        """Return a message or a list of messages in the model's chat template. :raises HeadwayError: if there is none, or bad
+        """Render a message or a list of messages in the model's chat template. :raises HeadwayError: if it has none, or for bad
         messages."""
         return self.driver.validator.chat_prompt(messages)
 
@@ -356,7 +356,7 @@ class LLM(EngineAccess):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> tuple[list[RequestState], Progress]:
-        """Check all requests of a call, then queue all of them or none."""
+        """Check all requests of a call, then queue either all of them or none."""
         check = self.driver.validator.check
         checked = check(prompts, sampling_params, priority, lora_request=lora_request, streamed=streamed)
         requests, progress = list[RequestState](), Progress()
@@ -372,13 +372,13 @@ class LLM(EngineAccess):
         return requests, progress
 
     def _step(self, progress: Progress) -> None:
-        """Run one step for the requests of all calls, unless another call's steps have finished this call's requests."""
+        """Run one step for the requests of all calls, unless steps of other calls have already finished this call's requests."""
         if not progress.finished:
             self.driver.step()
 
     @contextmanager
     def _ended(self, requests: Sequence[RequestState]) -> Iterator[None]:
-        """End a call's requests on exit: when it returns, on an interrupt, or when its iterator is closed."""
+        """End a call's requests on exit: when the call returns, is interrupted, or its iterator is closed."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests by id, one step at a time; and the access to the engine that `LLM` and `LLMEngine` share."""
+"""`LLMEngine`: requests by id, run one step at a time. Also the engine access that `LLM` and `LLMEngine` share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class EngineAccess(ABC):
-    """Access to a client's engine, with vLLM's names if vLLM has them."""
+    """Access to a client's engine, under vLLM's names for what vLLM has."""
 
     tokenizer: Any
     """The model's tokenizer, with the attributes of transformers tokenizers; None if the model was loaded without one."""
@@ -61,7 +61,7 @@ class EngineAccess(ABC):
         return self.driver.validator.default_params()
 
     def stats(self) -> EngineSnapshot:
-        """Return the engine's statistics, current and since its start, read between two steps."""
+        """Return the engine's current statistics and its totals since the start, read between two steps."""
         with self.driver.lock:
             return self.engine.snapshot()
 
@@ -86,12 +86,12 @@ class EngineAccess(ABC):
             live_model.sleep(self.driver, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again. tags: "weights", "kv_cache" or both, to wake one after the other; None means both."""
+        """Allocate the freed memory again. tags: "weights", "kv_cache" or both; None means both."""
         with self.driver.lock:
             live_model.wake_up(self.driver, tags)
 
     def is_sleeping(self) -> bool:
-        """Return whether weights or KV cache are asleep."""
+        """Return whether the weights or the KV cache are asleep (freed)."""
         return live_model.is_sleeping(self.driver)
 
     def collective_rpc(
@@ -124,12 +124,12 @@ class EngineAccess(ABC):
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter by number; running requests keep using it. Return whether it existed."""
+        """Remove an adapter by its id; running requests keep using it. Return whether it existed."""
         with self.driver.lock:
             return self.engine.adapter_table.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the numbers of the loaded adapters."""
+        """Return the ids of the loaded adapters."""
         with self.driver.lock:
             return {each.lora_int_id for each in self.engine.adapter_table.known}
 
@@ -140,7 +140,7 @@ class EngineAccess(ABC):
         self.driver.call_between_steps(partial(start_profile, self.driver, folder.expanduser(), request))
 
     def stop_profile(self) -> StepsProfile | None:
-        """End the trace, write it, log its path, and return how the step time was spent; None without a trace."""
+        """End the trace, write it, and log its path. Return the profile of the steps, or None if no trace was started."""
         if "profiler" not in self.driver.task_state:
             return None
         with self.driver.lock:
@@ -150,7 +150,7 @@ class EngineAccess(ABC):
         return found
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise the error for a missing attribute, with a hint for vLLM's attributes."""
+        """Raise the error for a missing attribute, with a hint if vLLM has the attribute."""
         raise missing_attribute(name, type(self).__name__)
 
     def get_tokenizer(self, *_: object) -> Any:
@@ -159,7 +159,7 @@ class EngineAccess(ABC):
 
 
 class LLMEngine(EngineAccess):
-    """A model and its engine, whose steps the caller runs. Methods have the names of vLLM's LLMEngine."""
+    """A model with its engine, which the caller steps. Methods have the names of vLLM's LLMEngine."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
@@ -274,7 +274,7 @@ class LLMEngine(EngineAccess):
         return SimpleNamespace(driver_worker=worker_of(self.driver), collective_rpc=self.collective_rpc)
 
     def get_model_config(self) -> Any:
-        """Return `model_config`."""
+        """Return `model_config`, the model's sizes and options."""
         return self.model_config
 
     def _forget(self, request_id: str) -> None:

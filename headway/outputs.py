@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headway.core.contract.adapters import LoRARequest
 
 LogprobsByToken = dict[int, Logprob]
-"""Token id -> its log-probability at one position: first the token at this position, then the most likely ones."""
+"""Token id -> its log-probability at one position: first the token at this position, then the most likely tokens."""
 
 
 @dataclass
@@ -33,11 +33,11 @@ class CompletionOutput:
     logprobs: list[LogprobsByToken] | None = None
     """Log-probabilities for each token. None if not requested."""
     finish_reason: str | None = None
-    """"stop" (end-of-text token, stop token or stop text), "length", or "error"; None while unfinished."""
+    """"stop" (end-of-text token, stop token or stop text), "length", "abort" or "error"; None while unfinished."""
     stop_reason: int | str | None = None
-    """Stop token id or stop text that ended the completion; None for an end-of-text token or another reason."""
+    """Stop token id or stop text that ended the completion. None if an end-of-text token or another reason ended it."""
     error: str | None = None
-    """Cause of "error": the backend with phase and shapes, a NaN, an invalid schema, or a logits processor that raised."""
+    """Cause of an "error": the backend with phase and shapes, a NaN, an invalid schema, or a logits processor that raised."""
 
     def finished(self) -> bool:
         """Return whether the completion has ended."""
@@ -52,7 +52,7 @@ class RequestMetrics:
     first_token_time: float | None
     finished_time: float | None
     scheduled_time: float | None = None
-    """Time at which the first completion was admitted to a step."""
+    """Time at which the request's first completion was admitted to a step."""
 
     @property
     def time_to_first_token(self) -> float:
@@ -65,11 +65,11 @@ class RequestMetrics:
     scheduled_ts = property(attrgetter("scheduled_time"))
     first_token_ts = property(attrgetter("first_token_time"))
     last_token_ts = property(attrgetter("finished_time"))
-    """This and the four above: the times under vLLM's names. A request finishes with its last token."""
+    """Time of the last token, under vLLM's name, as the four attributes above. A request finishes with its last token."""
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival to the first step; None before it."""
+        """Seconds from arrival to the request's first step. None until that step."""
         return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
 
 
@@ -78,7 +78,7 @@ class RequestOutput:
     """A prompt and its completions."""
 
     encoder_prompt: ClassVar[None] = None
-    """This and the next three are fields of vLLM for models and engines that Headway does not have."""
+    """Always None. This and the next three fields exist in vLLM for models and engines that Headway does not have."""
     encoder_prompt_token_ids: ClassVar[None] = None
     multi_modal_placeholders: ClassVar[Mapping[str, object]] = MappingProxyType({})
     kv_transfer_params: ClassVar[None] = None
@@ -91,7 +91,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = field(default=0)
-    """Number of prompt tokens that were prefix cache hits."""
+    """Number of prompt tokens found in the prefix cache."""
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     """Log-probabilities for each prompt token, None for the first. None if not requested."""
     lora_request: LoRARequest | None = None
@@ -108,7 +108,7 @@ class PooledOutput(Generic[Made]):
     request_id: str
     outputs: Made
     prompt_token_ids: list[int]
-    """Tokens of the text. For a pair they include the tokens around and between both texts."""
+    """Tokens of the text. For a pair, both texts and the tokens around and between them."""
     finished: bool = True
 
 
@@ -133,7 +133,7 @@ class ClassificationOutput:
     """A classifier's result for a text."""
 
     probs: list[float]
-    """Probability of each label, or the raw scores if the model's configuration asks for them."""
+    """Probability of each label, or its raw score if the model's configuration requests raw scores."""
 
     @property
     def num_classes(self) -> int:
@@ -158,7 +158,7 @@ class PoolingRequestOutput(PooledOutput[PoolingOutput]):
 
     @classmethod
     def of(cls, pooled: EmbeddingRequestOutput | ClassificationRequestOutput) -> PoolingRequestOutput:
-        """Return an output of `LLM.embed` or `LLM.classify` in the form of `LLM.encode`."""
+        """Convert an output of `LLM.embed` or `LLM.classify` to the format of `LLM.encode`."""
         import torch
 
         row = pooled.outputs.embedding if isinstance(pooled, EmbeddingRequestOutput) else pooled.outputs.probs
@@ -167,7 +167,7 @@ class PoolingRequestOutput(PooledOutput[PoolingOutput]):
 
 @dataclass(kw_only=True)
 class PoolingParams:
-    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.reward`, in the form of vLLM's programs."""
+    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.reward`, as programs for vLLM pass them."""
 
     dimensions: int | None = None
     """Number of embedding elements to keep, if the model was trained for it."""

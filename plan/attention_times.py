@@ -1,4 +1,4 @@
-"""Attention time of a layer: from a crossover table, scaled from a similar layer's, or from the GPU's data sheet."""
+"""Attention time of a layer: from a crossover table, scaled from a similar layer's time, or from the GPU's data sheet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from headway.tuning.table.convert import to_costs
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
 
 Source = Literal["table", "like", "data sheet", "none"]
-"""table: measured for this layer. like: scaled from a similar layer. data sheet: no such table. none: no attention layers."""
+"""Source of a time. table: measured for this layer. like: scaled from a similar layer. none: no attention layers."""
 _BLOCK_SIZES = (16, 256)  # block sizes to look up, in order of preference; `auto` chooses among them
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """Times of one kind of layer on one kind of GPU."""
+    """Measured attention times of one kind of layer on one kind of GPU."""
 
     spec: AttentionSpec
     costs: CostTable
@@ -37,7 +37,7 @@ class MeasuredLayer:
         return cls(table.attention.to_spec(torch.device("cpu")), to_costs(table), backends)
 
     def fastest_us(self, shape: Shape) -> float:
-        """Return the microseconds of the fastest backend, which `auto` would choose; infinite if none has a time."""
+        """Return the time in microseconds of the fastest backend, which `auto` would choose. Infinite if none has a time."""
         layout = layout_of(self.spec).name
         times = (self.costs.at(shape, name, layout, size)[0] for size in _BLOCK_SIZES for name in self.backends)
         return min(times, default=math.inf)
@@ -55,7 +55,7 @@ class AttentionTimes:
     """Predictor of attention times on one kind of GPU."""
 
     def __init__(self, gpu: GpuKind, reached: Utilisation, measured: Iterable[MeasuredLayer] = ()) -> None:
-        """measured: crossover tables of this kind of GPU."""
+        """measured: times from crossover tables of this kind of GPU."""
         self._read = gpu.read_rate * 1e-6
         self._matrix = gpu.matrix_rate * 1e-6
         self._reached = reached
@@ -68,7 +68,7 @@ class AttentionTimes:
         return self._of(spec)[1]
 
     def us(self, spec: AttentionSpec, shape: Shape) -> float:
-        """Return the microseconds of one layer's call."""
+        """Return the time of one layer's attention call, in microseconds."""
         found = self._asked.get((spec, shape))
         if found is None:
             found = self._asked[spec, shape] = self._us(spec, shape)
@@ -97,7 +97,7 @@ class AttentionTimes:
         return self._known[spec]
 
     def _most_similar(self, spec: AttentionSpec) -> MeasuredLayer | None:
-        """Return the measured layer of equal head size with the nearest number of KV heads, then query heads; None if none."""
+        """Return the measured layer of equal head size with the nearest number of KV heads, then of query heads, or None."""
 
         def distance(other: AttentionSpec) -> tuple[float, float]:
             keys = abs(math.log(other.num_kv_heads / spec.num_kv_heads))
@@ -110,7 +110,7 @@ class AttentionTimes:
         return min(alike, key=lambda each: distance(each.spec), default=None)
 
     def data_sheet_us(self, spec: AttentionSpec, shape: Shape) -> float:
-        """Return microseconds from the cache bytes and operations, at the shares of the data sheet's rates that kernels reach."""
+        """Return the time in microseconds, from cache bytes and operations at the fractions of peak rates that kernels reach."""
         reached, window = self._reached, spec.sliding_window
         seen = shape.kv_len if window is None else min(shape.kv_len, window + shape.query_len - 1)
         row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize if spec.dense else spec.cache_row_bytes

@@ -17,7 +17,7 @@ from headway.plan.simulation import SimulatedRequest
 
 Routing = Literal["round-robin", "prefix-aware"]
 ROUTINGS: Final[tuple[Routing, ...]] = ("round-robin", "prefix-aware")
-"""round-robin: replicas take turns. prefix-aware: requests with the same prefix go to the same replica."""
+"""Routing policies. round-robin: replicas take turns. prefix-aware: requests with the same prefix go to the same replica."""
 _LEAST_MEASURED = 16
 _MOST_TOKENS = 30_000  # output tokens for which a simulation measures latencies; at least _LEAST_MEASURED requests
 
@@ -34,25 +34,25 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class Demand:
-    """Requests of one kind."""
+    """Demand on a fleet: requests of one kind."""
 
     input_len: int
     output_len: int
     rate: float | None = None
-    """Requests per second for the whole fleet, as a Poisson process. None means the maximum that it can serve."""
+    """Requests per second for the whole fleet, as a Poisson process. None means the maximum that the fleet can serve."""
     limits: LatencyLimits = LatencyLimits()
     prefix_len: int = 0
-    """Number of tokens of the prompts' common prefix, such as a system prompt."""
+    """Length of the prompts' common prefix in tokens, such as a system prompt."""
     num_prefixes: int = 1
     """Number of different prefixes, all equally frequent."""
     routing: Routing = "round-robin"
     seed: int = 0
     given: tuple[SimulatedRequest, ...] = ()
-    """Requests with their own arrival times, instead of a Poisson process. The lengths and rate above then describe them."""
+    """Requests with their own arrival times, instead of a Poisson process. The lengths and the rate above then summarize them."""
 
     @classmethod
     def of_file(cls, path: Path, limits: LatencyLimits, routing: Routing = "round-robin") -> Demand:
-        """Return the demand of lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError:
+        """Read a demand from lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError:
         if a line is bad."""
         need = '{"arrival": seconds, "input_len": tokens, "output_len": tokens} in each line'
         try:
@@ -100,7 +100,7 @@ class Demand:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest request."""
+        """Length of the longest request, prompt plus output, in tokens."""
         return self.input_len + self.output_len
 
     @property
@@ -109,7 +109,7 @@ class Demand:
         return sum(each.output_len for each in self.given) / len(self.given) if self.given else self.output_len
 
     def full_load(self, concurrency: int) -> tuple[list[SimulatedRequest], range]:
-        """Return requests for one replica that always runs this many, and the indices of those to measure.
+        """Return requests for one replica that always runs `concurrency` of them, and the indices of the requests to measure.
 
         The first requests are at every stage of their output, so that the replica starts in its steady state: later requests
         follow one by one instead of all at once. Requests with most output left come first, so that none ends, and is
@@ -126,7 +126,7 @@ class Demand:
         return begun + later, range(concurrency, concurrency + window)
 
     def arrivals(self, replicas: int, count: int) -> list[SimulatedRequest]:
-        """Return the first `count` requests that one replica receives, or all of a file.
+        """Return the first `count` requests that one replica receives, or all requests of a file.
 
         All replicas are equal, so one represents all. Round-robin passes on every `replicas`-th request of a Poisson process,
         which makes the gaps gamma-distributed. Prefix-aware routing keeps each prefix on one replica, whose arrivals are
@@ -143,7 +143,7 @@ class Demand:
         return [self._request(float(time), int(one), replicas) for time, one in zip(times, which, strict=True)]
 
     def beginnings_of(self, replicas: int) -> int:
-        """Return the number of prefixes that one replica receives."""
+        """Return the number of different prefixes that one replica receives."""
         return self.num_prefixes if self.routing == "round-robin" else -(-self.num_prefixes // replicas)
 
     def _request(self, arrival: float, number: int, replicas: int) -> SimulatedRequest:

@@ -1,4 +1,4 @@
-"""Kinds of GPUs: data sheets, the shares of their rates that kernels reach, and all-reduce times within a host."""
+"""Kinds of GPUs: data sheets, the fractions of peak rates that kernels reach, and all-reduce times within a host."""
 
 from __future__ import annotations
 
@@ -15,77 +15,77 @@ from headway.core.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Reached shares of a GPU's rates and fixed times, fitted on an H200 (`bench.studies.plan fit`); estimates for other GPUs."""
+    """Reached fractions of a GPU's rates, and fixed times, fitted on an H200 (`bench.studies.plan fit`). Estimates for others."""
 
     product_read: float = 0.84
-    """Share of the read rate at which a GEMM reads its weights."""
+    """Fraction of the memory bandwidth at which a GEMM reads its weights."""
     product_matrix: float = 0.748
-    """Share of the matrix rate for many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
+    """Fraction of the matrix rate at many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
     product_depth: float = 220.0
     """Columns of the weights (K) whose time equals the prologue and epilogue of a tile: a short K reaches less of the rate."""
     product_us: float = 1.07
-    """Further microseconds per GEMM: its launch in a graph, its first and its last wave."""
+    """Fixed time per GEMM in microseconds: launch in a graph, first wave and last wave."""
     layer_us: float = 3.19
-    """Microseconds of a layer's other work in a step of few tokens: norms, RoPE, activations."""
+    """Time of a layer's other work (norms, RoPE, activations) in a step of few tokens, in microseconds."""
     element_read: float = 0.445
-    """Share of the read rate at which activations pass between GEMMs."""
+    """Fraction of the memory bandwidth at which activations pass between GEMMs."""
     expert_us: float = 11.1
-    """Microseconds of an expert layer besides its weights: routing and sorting."""
+    """Time of an expert layer besides reading its weights, in microseconds: routing and sorting."""
     expert_matrix: float = 0.45
-    """Share of the matrix rate of expert GEMMs with many token-expert pairs."""
+    """Fraction of the matrix rate that expert GEMMs with many token-expert pairs reach."""
     alone_us: float = 3.66
-    """Microseconds of a CUDA graph's launch, which a table's decode time includes and a kernel inside a step's graph saves."""
+    """Microseconds of a CUDA graph's launch, which a table's decode times include and a kernel within a step's graph saves."""
     decode_read: float = 0.86
-    """Share of the read rate at which decode reads keys and values, without a crossover table."""
+    """Fraction of the memory bandwidth at which decode reads keys and values, used without a crossover table."""
     decode_us: float = 7.95
-    """Fixed microseconds of a layer's decode."""
+    """Fixed time of a layer's decode attention, in microseconds."""
     narrow_us: float = 7.0
-    """Further microseconds of decode with an 8-bit cache: bench/results/h200/decode-fp8.json minus the time for its bytes."""
+    """Extra microseconds of decode with an 8-bit cache: bench/results/h200/decode-fp8.json minus the time to read its bytes."""
     prefill_matrix: float = 0.629
-    """Share of the matrix rate of prefill attention, without a crossover table."""
+    """Fraction of the matrix rate that prefill attention reaches, used without a crossover table."""
     prefill_us: float = 13.5
-    """Fixed microseconds of a layer's prefill attention."""
+    """Fixed time of a layer's prefill attention, in microseconds."""
     state_read: float = 0.78
-    """Share of the read rate at which a step reads and writes states."""
+    """Fraction of the memory bandwidth at which a step reads and writes states."""
     state_us: float = 5.0
-    """Fixed microseconds of a state layer."""
+    """Fixed time of a state layer, in microseconds."""
     scan_flops: float = 6e13
     """Operations per second of a prompt's state scan on a whole GPU, at 6 operations per state element and token."""
     step_us: float = 22.0
-    """Microseconds that a step spends outside its layers (embedding, sampling, copies)."""
+    """Time that a step spends outside its layers (embedding, sampling, copies), in microseconds."""
     host_us: float = 300.0
-    """Host microseconds per step, which overlap with the device's: this and the next are 0.84 ms at 256 sequences
-    (bench/results/h200/host-256.json) and 0.38 ms at one (throughput-auto-512.json)."""
+    """Host time per step in microseconds, overlapped with the device: this and the next are 0.84 ms at 256 sequences
+    (bench/results/h200/host-256.json) and 0.38 ms at one sequence (throughput-auto-512.json)."""
     host_sequence_us: float = 2.1
-    """Host microseconds per sequence of a step."""
+    """Host time per sequence of a step, in microseconds."""
     host_layer_us: float = 80.6
-    """Host microseconds per layer of prefill steps without a CUDA graph."""
+    """Host time per layer of prefill steps without a CUDA graph, in microseconds."""
     host_mixed_us: float = 210.0
     """Host microseconds per layer of a mixed decode and prefill step, which runs as piecewise CUDA graphs with two attention
     launches between them. Chosen to match the latencies in bench/results/h200/server.json."""
     request_us: float = 434.0
-    """Microseconds from a request's arrival until the scheduler sees it."""
+    """Time from a request's arrival until the scheduler sees it, in microseconds."""
 
 
 H200: Final = Utilisation()
-"""Fitted to bench/results/h200; docs/plan.md has the accuracy."""
+"""Utilisation of an H200, fitted to bench/results/h200; docs/plan.md has the accuracy."""
 
 
 GIB: Final = 1024**3
 MESSAGE_BYTES: Final = tuple(2**power for power in range(13, 29, 2))
-"""Message sizes for which an `AllReduceTimes` has a time: 8 KiB to 128 MiB."""
+"""Message sizes in bytes for which an `AllReduceTimes` has a time: 8 KiB to 128 MiB."""
 
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """Times of all-reduce within a host, inside a CUDA graph, by the bytes per rank."""
+    """All-reduce times within a host, inside a CUDA graph, as a function of the bytes per rank."""
 
     source: str
     by_ranks: Mapping[int, Sequence[float]]
-    """Number of ranks -> microseconds at each size of MESSAGE_BYTES."""
+    """Number of ranks -> microseconds per all-reduce, for each size in MESSAGE_BYTES."""
 
     def us(self, ranks: int, num_bytes: float) -> float:
-        """Return microseconds: log-linear between measured sizes and ranks, constant below, proportional above."""
+        """Return the time in microseconds: log-linear between measured sizes and ranks, constant below, proportional above."""
         if ranks == 1:
             return 0.0
         known = sorted(self.by_ranks)
@@ -110,7 +110,7 @@ class AllReduceTimes:
 
 
 def _between(low: float, high: float, share: float) -> float:
-    """Return the interpolation of two numbers on a logarithmic scale."""
+    """Interpolate between two numbers on a logarithmic scale. share: 0 gives `low`, 1 gives `high`."""
     return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
 
@@ -122,13 +122,13 @@ class GpuKind:
     title: str
     """Name of the GPU in the driver and in crossover tables."""
     memory_bytes: int
-    """Bytes that the driver reports."""
+    """Memory size in bytes, as the driver reports it."""
     read_rate: float
     """Memory bandwidth in bytes per second."""
     matrix_rate: float
     """Floating-point operations per second of dense bfloat16 GEMMs."""
     link: str
-    """Link between the GPUs of a host, with bytes per second in one direction."""
+    """Name of the link between the GPUs of a host, with its bytes per second in one direction."""
     all_reduce: AllReduceTimes
     source: str
     gpus_per_host: int = 8
@@ -226,7 +226,7 @@ GPU_KINDS: Final[Mapping[str, GpuKind]] = {kind.name: kind for kind in _KINDS}
 
 
 def gpu_kind(name: str) -> GpuKind:
-    """Return the GPU kind of a name, case-insensitive. :raises ConfigError: if it is unknown; the error lists the known ones."""
+    """Return the GPU kind with this name, in any case. :raises ConfigError: if it is unknown; the error lists the known names."""
     known = GPU_KINDS.get(name.lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), GPU_KINDS, n=1)

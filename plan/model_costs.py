@@ -38,11 +38,11 @@ _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_attention_heads": (),
     "vocab_size": (),
 }
-"""Required sizes under transformers' names -> possible substitutes. Transformers' defaults would be wrong."""
+"""Name of a required size in transformers -> names of possible substitutes. Transformers' defaults would be wrong."""
 
 
 class PlannedModel(NamedTuple):
-    """Model data that a plan needs."""
+    """Data about a model that a plan needs."""
 
     config: DecoderConfig
     dtype: torch.dtype
@@ -75,7 +75,7 @@ def _missing(folder: Path) -> list[str]:
 
 
 UNEVENNESS: Final = 0.75
-"""Standard deviation of the logarithm of experts' selection frequencies. The experts touched per layer in
+"""Standard deviation of the logarithm of the experts' selection frequencies. The experts selected per layer in
 bench/results/h200/experts-vllm.json (70.2 and 108.6 of 128 with 16 and 64 tokens, 44.6 and 59.8 of 64) correspond to 0.65 to
 0.9."""
 
@@ -86,23 +86,23 @@ class WeightPrecision:
 
     name: str
     bits: float | None
-    """Bits per weight including its share of the scales. None means the model's element type."""
+    """Bits per weight, including its part of the scales. None means the model's element type."""
     rate: float = 1.0
     """Read rate of GEMMs with these weights relative to 16-bit weights, for 1, 16 and 64 requests of Llama-3-8B's shape on an
     H100 and an H200 (weights-*.json in bench/results, docs/plan.md)."""
     option: str | None = ""
-    """Option that gives a plain checkpoint this format. None means that another checkpoint is needed."""
+    """Option that quantizes a plain checkpoint to this format. None means that a different checkpoint is needed."""
     of_experts: tuple[float | None, float] | None = None
-    """Bits and rate of expert weights. None means the values above."""
+    """Bits and read rate of expert weights. None means `bits` and `rate`."""
 
     @property
     def expert_bits(self) -> float | None:
-        """Bits per expert weight, as `bits`."""
+        """Bits per expert weight; see `bits`."""
         return self.bits if self.of_experts is None else self.of_experts[0]
 
     @property
     def expert_rate(self) -> float:
-        """Relative read rate of expert weights, as `rate`."""
+        """Relative read rate of GEMMs with expert weights; see `rate`."""
         return self.rate if self.of_experts is None else self.of_experts[1]
 
 
@@ -119,7 +119,7 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightPrecision]] = {
 
 
 def weight_format(name: str) -> WeightPrecision:
-    """Return the format of a name. :raises ConfigError: if it is unknown."""
+    """Return the weight format with this name. :raises ConfigError: if it is unknown."""
     if name not in WEIGHT_FORMATS:
         raise ConfigError("--weights", ", ".join(WEIGHT_FORMATS), repr(name))
     return WEIGHT_FORMATS[name]
@@ -139,19 +139,19 @@ class RankExperts:
     """Routed experts of one layer on one rank, which has a shard of each expert."""
 
     config: ExpertsConfig
-    """The rank's shard of the configuration."""
+    """Experts configuration of the rank's shard."""
     params: float
     """Number of weights per expert on the rank."""
     count: int
 
     def touched(self, tokens: int) -> float:
-        """Return the mean number of experts that a rank reads for a number of tokens, with uneven selection (UNEVENNESS)."""
+        """Return the mean number of experts that a rank reads for a number of tokens, assuming uneven selection (UNEVENNESS)."""
         missed = [(1 - chance) ** tokens for chance in self.chances]
         return len(missed) - sum(missed)
 
     @cached_property
     def chances(self) -> list[float]:
-        """Probability of each expert to be selected for a token."""
+        """Probability that a token selects an expert, for each expert."""
         return list(_chances(self.config.num_experts, self.config.top_k))
 
 
@@ -167,11 +167,11 @@ class RankCosts:
     """Weights, GEMMs and bytes of one rank in a step."""
 
     config: DecoderConfig
-    """The rank's own (`ModelShard.own`); hidden size, vocabulary and number of layers are the model's."""
+    """Configuration of the rank's shard (`ModelShard.own`). Hidden size, vocabulary and number of layers are the model's."""
     size: int
     """Number of ranks: the tensor-parallel size."""
     layers: LayerSpecs
-    """The rank's own layers; KV caches have the requested element type."""
+    """Layers of the rank's shard; their KV caches have the requested element type."""
     weights: WeightPrecision
     products: tuple[ProductShape, ...]
     """GEMMs that every token needs, without experts and the head."""
@@ -199,7 +199,7 @@ class RankCosts:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Bytes of the rank's weights."""
+        """Size of the rank's weights in bytes."""
         params = sum(each.rows * each.columns * each.count for each in self.products)
         experts = 0.0
         if self.experts is not None:
@@ -213,11 +213,11 @@ class RankCosts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's states."""
+        """Size of one sequence's states in bytes."""
         return sum(KEY_VALUE.bytes_per_slot(spec) for spec in self.layers.states)
 
     def largest_step_bytes(self, tokens: int, rows: int) -> float:
-        """Return the approximate activation bytes of a step. rows: sampled rows, with at most 42 bytes per logit to filter."""
+        """Return the approximate activation bytes of a step. rows: number of sampled rows, at 42 bytes per logit to filter."""
         widest = max((each.rows + each.columns for each in self.products), default=0)
         return tokens * self.itemsize * (6 * self.config.hidden_size + 2 * widest) + rows * self.config.vocab_size * 44
 
@@ -229,8 +229,8 @@ def rank_costs(
     kv_cache_dtype: str = "auto",
     weights: WeightPrecision = WEIGHT_FORMATS["model"],
 ) -> RankCosts:
-    """Return the costs of rank 0 of `size`, the largest. config: the whole model's. dtype: its element type.
-    :raises ConfigError: if the model's sizes do not divide by the number of GPUs (`ModelShard`)."""
+    """Return the costs of rank 0 of `size` ranks, the highest of all. config: the whole model's. dtype: its element type.
+    :raises ConfigError: if the model's sizes are not divisible by the number of GPUs (`ModelShard`)."""
     cut = ModelShard(config, size=size, by_expert=False)
     own, layers = cut.own, _own_layers(cut.own, dtype, kv_cache_dtype)
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size
@@ -323,12 +323,12 @@ BLOCK_SIZE: Final = 16
 SPARE_BYTES: Final = int(0.75 * GIB)
 """Bytes reserved for CUDA's context, library workspaces and graphs."""
 GROUP_BYTES: Final = int(0.4 * GIB)
-"""Bytes that NCCL allocates per rank if there are several (342 to 392 MB in the tables of `devices`' source)."""
+"""Bytes that NCCL allocates per rank if there are several ranks (342 to 392 MB in the tables of `devices`' source)."""
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Engine options that limit steps, with vLLM's names."""
+    """Engine options that limit the size of a step, under vLLM's names."""
 
     max_num_seqs: int
     max_model_len: int
@@ -346,7 +346,7 @@ class EngineMemory:
     limits: EngineLimits
     states: StateSlots | None = None
     used_bytes: float = 0.0
-    """Bytes of weights, activations, states and pages on a rank."""
+    """Memory used on a rank in bytes: weights, activations, states and pages."""
 
     @property
     def num_tokens(self) -> int:

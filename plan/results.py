@@ -31,7 +31,7 @@ _WORDS: Final = {
 
 
 class PlanRow(BaseModel):
-    """A simulated plan."""
+    """A simulated plan, as a row of the report."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,34 +39,34 @@ class PlanRow(BaseModel):
     replicas: int
     kv_cache_dtype: str
     weights: str
-    """A name in WEIGHT_FORMATS; model means the checkpoint's format."""
+    """Weight format: a name in WEIGHT_FORMATS. model means the checkpoint's format."""
     batch: int
-    """max_num_seqs of each replica."""
+    """Batch size: max_num_seqs of each replica."""
     num_gpus: int
     tokens_per_second: float
-    """Output tokens per second of all replicas."""
+    """Output tokens per second of all replicas together."""
     tokens_per_second_per_gpu: float
     tokens_per_second_per_user: float
     """Tokens per second of a request after its first token."""
     first_token_ms: float
     per_token_ms: float
     memory_gib: float
-    """Memory per GPU."""
+    """Memory per GPU in GiB."""
     cache_tokens: int
     cached_share: float
-    """Share of prompt tokens that were prefix cache hits."""
+    """Fraction of prompt tokens that were prefix cache hits."""
     preemptions: int
     attention: Source
     us_per_token: dict[str, float]
-    """Microseconds of a rank per output token, by component; the host's overlap with the device's."""
+    """Component -> microseconds of a rank per output token. The host's time overlaps with the device's."""
     command: str
-    """Command that starts a replica. Empty if this version cannot."""
+    """Command that starts a replica. Empty if this version cannot start it."""
     reason: str = ""
-    """Reason why it is not the best: the limit that it misses, or where it takes more time than the best plan."""
+    """Reason why this plan is not the best: the limit that it misses, or the component that takes more time than in the best."""
 
 
 class RefusedRow(BaseModel):
-    """A layout that cannot start or misses a limit."""
+    """A layout that cannot start or misses a limit, as a row of the report."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -86,7 +86,7 @@ class PlanReport(ResultFile):
     input_len: int
     output_len: int
     rate: float | None
-    """Requests per second. None means the maximum that can be served."""
+    """Arrival rate in requests per second. None means the maximum that can be served."""
     max_first_token_ms: float | None
     max_per_token_ms: float | None
     percentile: float
@@ -103,7 +103,7 @@ class PlanReport(ResultFile):
 
 
 def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, command: str) -> PlanReport:
-    """Return the report of a finished search. best: its result. :raises ConfigError: if no plan meets the limits."""
+    """Return the report of a finished search. best: the search's result. :raises ConfigError: if no plan meets the limits."""
     if not best:
         raise nothing_meets(search)
     demand, first = search.demand, best[0]
@@ -177,7 +177,7 @@ def why_slower(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
 
 
 def _gpu_us(plan: FleetPlan) -> dict[str, float]:
-    """Return GPU microseconds per output token, by component."""
+    """Return component -> GPU time per output token, in microseconds."""
     return {name: us * plan.layout.size for name, us in asdict(plan.latencies.parts).items()}
 
 
@@ -207,7 +207,7 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
 
 
 def start_command(layout: Layout, model: str, batch: int, max_model_len: int) -> str:
-    """Return the command that starts one replica; empty if the format needs another checkpoint."""
+    """Return the command that starts one replica; empty if the format needs a different checkpoint."""
     if layout.weights.option is None:
         return ""
     words = ["headway", "serve", model, *layout.weights.option.split()]

@@ -35,7 +35,7 @@ _SIMULATED = 200  # number of measured requests in a simulation of arrivals, in 
 
 @dataclass(frozen=True)
 class Layout:
-    """Options of one engine, except its number of sequences."""
+    """Options of one engine, except its maximum number of sequences."""
 
     size: int
     """Tensor-parallel size: number of GPUs of the engine."""
@@ -54,23 +54,23 @@ class FleetPlan:
 
     layout: Layout
     batch: int
-    """max_num_seqs of each engine."""
+    """Batch size: max_num_seqs of each engine."""
     replicas: int
     num_gpus: int
     tokens_per_second: float
     """Output tokens per second of the whole fleet."""
     tokens_per_second_per_gpu: float
-    """Output tokens per second divided by all given GPUs, or with a rate by the GPUs that the replicas use."""
+    """Output tokens per second divided by the number of given GPUs or, with a rate, of the GPUs that the replicas use."""
     first_token_ms: float
-    """This and the next are at the percentile of the limits."""
+    """Time to first token in milliseconds. This and the next field are at the percentile of the limits."""
     per_token_ms: float
     memory_bytes: float
-    """Bytes of memory per GPU."""
+    """Memory per GPU in bytes."""
     cache_tokens: int
     attention: Source
     latencies: Latencies
     reason: str = ""
-    """The limit that it exceeds most; empty if it meets all."""
+    """Text on the limit that the plan exceeds most; empty if it meets all limits."""
 
     @property
     def meets(self) -> bool:
@@ -107,7 +107,7 @@ class FleetSearch:
     plans: list[FleetPlan] = field(default_factory=list, init=False)
     """All simulated plans, including those that miss a limit."""
     full_load: list[FleetPlan] = field(default_factory=list, init=False)
-    """Plans of all GPUs at full load, for every batch size. With a rate, none of them is selected."""
+    """Plans of all GPUs at full load, for every batch size. If the demand has a rate, none of them is selected."""
 
     def __post_init__(self) -> None:
         """:raises ConfigError: if there is no GPU."""
@@ -121,7 +121,7 @@ class FleetSearch:
         return [Layout(size, cache, weights) for size in sizes for cache in caches for weights in formats]
 
     def run(self, layouts: Sequence[Layout], advance: Callable[[], None] = lambda: None) -> list[FleetPlan]:
-        """Simulate all layouts. Return the best plan per layout that meets the limits, best first; `plans` has all."""
+        """Simulate all layouts. Return the best plan per layout that meets the limits, best first; `plans` lists all plans."""
         for layout in layouts:
             self._try(layout)
             advance()
@@ -131,19 +131,19 @@ class FleetSearch:
         return list(best.values())
 
     def _rank(self, plan: FleetPlan) -> tuple[float, ...]:
-        """Return a sort key: with a rate, fewest GPUs, then lowest latency; without, highest throughput per GPU."""
+        """Return a sort key: with a rate, fewest GPUs, then lowest latency; without a rate, highest throughput per GPU."""
         if self.demand.rate is not None:
             return plan.num_gpus, plan.per_token_ms
         return (-plan.tokens_per_second_per_gpu, plan.per_token_ms)
 
     def closest(self) -> tuple[FleetPlan, str] | None:
-        """Return the plan closest to its limits and the limit that it exceeds most; None if none was simulated."""
+        """Return the plan closest to its limits and the limit that it exceeds most; None if no plan was simulated."""
         if not self.plans:
             return None
         return min(((plan, self._missed(plan)[1]) for plan in self.plans), key=lambda pair: self._missed(pair[0])[0])
 
     def _try(self, layout: Layout) -> None:
-        """Simulate a layout at full load with increasing batch sizes, and with a rate the fleet that it needs."""
+        """Simulate a layout at full load with increasing batch sizes and, if there is a rate, the fleet that the rate needs."""
         reason = self._obstacle(layout)
         if reason:
             self._refuse(layout, reason)
@@ -177,7 +177,7 @@ class FleetSearch:
             self.plans.append(self._with_rate(curve, times, memory))
 
     def _refine(self, curve: list[FleetPlan], times: StepPredictor) -> None:
-        """Try a batch size between the last two of a curve, at which the time per token should just meet its limit."""
+        """Simulate a batch size between the last two of a curve, at which the time per token should just meet its limit."""
         limit, last = self.demand.limits.per_token_ms, curve[-1]
         if limit is None or len(curve) < 2 or last.batch - curve[-2].batch < 2 * _FINEST:
             return
@@ -210,7 +210,7 @@ class FleetSearch:
         return Replica(times, memory, request_seconds=1e-6 * self.reached.request_us)
 
     def _at_full_load(self, layout: Layout, batch: int, times: StepPredictor, memory: EngineMemory) -> FleetPlan:
-        """Return the plan of all GPUs whose replicas always run `batch` requests."""
+        """Return the plan that uses all GPUs, with replicas that always run `batch` requests."""
         requests, measured = self.demand.full_load(batch)
         found = self._replica(times, memory).run(requests, batch, measured)
         replicas = self.num_gpus // layout.size
@@ -288,7 +288,7 @@ class FleetSearch:
         return best
 
     def _within(self, curve: Sequence[FleetPlan]) -> float:
-        """Return output tokens per second of one replica at the limit of the time per token, interpolated on the curve."""
+        """Return the output tokens per second of one replica at the limit of the time per token, interpolated on the curve."""
         limit = self.demand.limits.per_token_ms
         able = [plan.latencies.tokens_per_second for plan in curve]
         if limit is None or curve[-1].per_token_ms <= limit or len(curve) == 1:
@@ -297,7 +297,7 @@ class FleetSearch:
         return able[-2] + (able[-1] - able[-2]) * max(limit - before, 0.0) / (after - before)
 
     def _arriving(self, full: FleetPlan, times: StepPredictor, memory: EngineMemory, replicas: int) -> FleetPlan:
-        """Return the plan of these replicas at the arrival rate, measured without the first and last requests."""
+        """Return the plan of `replicas` replicas at the arrival rate, measured without the first and last requests."""
         demand = self.demand
         assert demand.rate is not None
         lasts = 1e-3 * full.per_token_ms * demand.output_len

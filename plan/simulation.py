@@ -26,13 +26,13 @@ class SimulatedRequest:
     """A request with its arrival time and lengths."""
 
     arrival: float
-    """Seconds since the start."""
+    """Arrival time in seconds since the start of the simulation."""
     input_len: int
     output_len: int
     prefix: int = -1
-    """Index of the prompt's shared prefix. -1 means none."""
+    """Index of the prompt's shared prefix. -1 means no prefix."""
     prefix_len: int = 0
-    """Number of tokens of the shared prefix."""
+    """Length of the shared prefix in tokens."""
 
 
 class _InFlight(NamedTuple):
@@ -46,17 +46,17 @@ class Latencies:
 
     first_token: Sequence[float]
     per_token: Sequence[float]
-    """Mean time per token after the first. Requests of one token are left out."""
+    """Mean time per token after the first, for each request. Requests of one token are left out."""
     seconds: float
     """Seconds from the first arrival to the last token, or of the part in which tokens were counted."""
     output_tokens: int
-    """Number of tokens of all requests in `seconds`."""
+    """Number of output tokens of all requests within `seconds`."""
     num_steps: int
     num_preemptions: int
     cached_share: float
-    """Share of prompt tokens that were prefix cache hits."""
+    """Fraction of prompt tokens that were prefix cache hits."""
     parts: StepParts
-    """Microseconds of a rank per output token."""
+    """Time of a rank per output token, in microseconds, by component."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,11 +64,11 @@ class Latencies:
         return self.output_tokens / self.seconds
 
     def first_token_ms(self, percentile: float = 50.0) -> float:
-        """Return the percentile of the time to first token, in milliseconds."""
+        """Return a percentile of the time to first token, in milliseconds."""
         return 1e3 * float(numpy.percentile(self.first_token, percentile))
 
     def per_token_ms(self, percentile: float = 50.0) -> float:
-        """Return the percentile of the time per later token, in milliseconds; 0 if no request has a second token."""
+        """Return a percentile of the time per later token, in milliseconds; 0 if no request has a second token."""
         return 1e3 * float(numpy.percentile(self.per_token, percentile)) if len(self.per_token) else 0.0
 
 
@@ -88,7 +88,7 @@ class Replica:
     times: StepPredictor
     memory: EngineMemory
     in_flight: int = 1
-    """Number of steps launched before the oldest is read. 0 means each is read first."""
+    """Number of steps launched before the oldest one is read. 0 means each step is read before the next is launched."""
     request_seconds: float = 0.0
     """Seconds from a request's arrival until the scheduler sees it."""
     _seqs: dict[str, _Times] = field(default_factory=dict, init=False)
@@ -159,7 +159,7 @@ class Replica:
         self.scheduler.add(Completion(name, 0, prompt, params, frozenset(), self.memory.limits.max_model_len))
 
     def _prompt(self, request: SimulatedRequest, number: int) -> list[int]:
-        """Return tokens that equal other prompts' tokens only in the shared prefix."""
+        """Return a prompt whose tokens equal those of other prompts only in the shared prefix."""
         shared = request.prefix_len if request.prefix >= 0 else 0
         return [request.prefix] * shared + [1_000_000 + number] * (request.input_len - shared)
 
@@ -210,7 +210,7 @@ class Replica:
             self.scheduler.remove_finished()
 
     def _latencies(self, measured: range, begin: float, window: tuple[float, int] | None) -> Latencies:
-        """Return the latencies. window: (seconds, tokens) if only a part of the time counts."""
+        """Return the latencies of measured requests. window: (seconds, tokens) if only a part of the time counts."""
         done = [self._seqs[str(number)] for number in measured]
         seconds, tokens = window or (max(each.last for each in done) - begin, self._tokens)
         later = [each for each in done if each.request.output_len > 1]

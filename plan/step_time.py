@@ -15,7 +15,7 @@ from headway.plan.model_costs import ProductShape, RankCosts
 
 WEAKEST_FIRST: tuple[Source, ...] = ("data sheet", "like", "table")
 GRAPH_TOKENS = 2048
-"""Maximum number of tokens of a prefill step that is one CUDA graph (`headway.core.engine.execution`)."""
+"""Maximum number of tokens in a prefill step that runs as one CUDA graph (`headway.core.engine.execution`)."""
 
 
 @dataclass(frozen=True)
@@ -23,35 +23,35 @@ class StepWork:
     """The sequences of one step."""
 
     query_lens: Sequence[int] = ()
-    """New tokens of each prompt, or chunk of a prompt."""
+    """Number of new tokens of each prompt or chunk of a prompt."""
     kv_lens: Sequence[int] = ()
-    """Cached plus new tokens of each of these prompts."""
+    """Number of cached plus new tokens of each of these prompts."""
     num_decodes: int = 0
     """Number of sequences that decode one token."""
     decode_kv: int = 0
-    """Mean cached plus new tokens of the decoding sequences."""
+    """Mean number of cached plus new tokens of the decoding sequences."""
     num_sampled: int = 0
     """Number of sequences whose next token the step samples."""
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of the step."""
+        """Number of new tokens in the step."""
         return sum(self.query_lens) + self.num_decodes
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """Microseconds of a step by component. All but `host` and `launches` run one after another on the device."""
+    """Time of a step by component, in microseconds. All but `host` and `launches` run one after another on the device."""
 
     products: float = 0.0
     attention: float = 0.0
     experts: float = 0.0
     states: float = 0.0
     sums: float = 0.0
-    """All-reduces, and the exchange of sampled tokens."""
+    """Time of all-reduces and of the exchange of sampled tokens."""
     other: float = 0.0
     host: float = 0.0
-    """Host work before a step; the device does not wait for it if it is shorter than the previous step."""
+    """Host work before a step. The device does not wait for it if it takes less time than the previous step."""
     launches: float = 0.0
     """Host work after the device has started: kernels launched one by one."""
 
@@ -63,7 +63,7 @@ class StepParts:
 
     @property
     def device(self) -> float:
-        """Device microseconds."""
+        """Time on the device, in microseconds."""
         return self.products + self.attention + self.experts + self.states + self.sums + self.other
 
 
@@ -73,7 +73,7 @@ class StepPredictor:
     def __init__(
         self, gpu: GpuKind, costs: RankCosts, reached: Utilisation = H200, attention: AttentionTimes | None = None
     ) -> None:
-        """attention: attention times for this kind of GPU. None uses only the data sheet."""
+        """attention: attention times for this kind of GPU. None means times from the data sheet."""
         self.gpu = gpu
         self.costs = costs
         self._reached = reached
@@ -124,7 +124,7 @@ class StepPredictor:
         return self._reached.host_layer_us if work.num_tokens > GRAPH_TOKENS else 0.0
 
     def _product(self, product: ProductShape, tokens: int) -> float:
-        """Return the microseconds of a GEMM: weights are read while the tensor cores compute."""
+        """Return the time of a GEMM in microseconds. Reading the weights overlaps with the tensor cores' work."""
         weights = product.rows * product.columns
         rate = self._read * self._reached.product_read * self.costs.weights.rate
         read = weights * self.costs.bytes_per_weight / rate
@@ -133,7 +133,7 @@ class StepPredictor:
         return self._reached.product_us + math.hypot(read, compute)
 
     def _experts(self, tokens: int) -> float:
-        """Return the microseconds of all layers of routed experts."""
+        """Return the time of all layers of routed experts, in microseconds."""
         experts = self.costs.experts
         if experts is None:
             return 0.0
@@ -144,7 +144,7 @@ class StepPredictor:
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))
 
     def _sums(self, tokens: int, rows: int) -> float:
-        """Return the microseconds of all-reduces, and of the exchange between ranks per row sampled without a filter."""
+        """Return the time of all-reduces, and of the exchange between ranks per row sampled without a filter, in microseconds."""
         costs, size = self.costs, self.costs.size
         if size == 1:
             return 0.0

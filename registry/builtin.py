@@ -1,4 +1,4 @@
-"""Built-in plugin: Headway's own kernels and layouts, registered through the public hooks. Imports no kernel library."""
+"""Built-in plugin: Headway's own kernels and layouts, registered through the public hooks. It imports no kernel library."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _writer(device: torch.device) -> CacheWriter:
 
 
 def _class(place: str) -> Callable[[], Any]:
-    """Return a function that loads a backend's class. place: MODULE:CLASS below headway.backends."""
+    """Return a function that loads a backend's class. place: MODULE:CLASS, relative to headway.backends."""
     return partial(resolve_name, f"headway.backends.{place}")
 
 
@@ -70,7 +70,7 @@ _CLASSES = {
 
 
 def _info(name: str, summary: str, extra: str = "") -> BackendInfo:
-    """Return a backend's registration. Backends that need an extra require a GPU."""
+    """Return a backend's registration. extra: library to install; backends with one require a GPU."""
     return BackendInfo(name, summary, _class(_CLASSES[name]), extra, devices=_GPUS if extra else (), api_version=API_VERSION)
 
 
@@ -139,7 +139,7 @@ _SUMS = (
     _sum("nccl", "NCCL, tensors of any size", "core.engine.ranks.torch_ranks:Nccl"),
     _sum("gloo", "gloo, ranks on a CPU", "core.engine.ranks.torch_ranks:Gloo", device="cpu"),
 )
-"""Without measured times, the first that supports a tensor sums it. The last for each device supports all tensors."""
+"""All-reduce kernels. Without measured times, the first that supports a tensor runs. The last for each device supports all."""
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Verdicts on third-party plugins: each version of a plugin is tried once per machine, in another process.
+"""Verdicts on third-party plugins: each version of a plugin is tried once per machine, in a separate process.
 
 The trial itself is passed in as a `Trial`: it needs self-tests and processes that the registry must not depend on.
 """
@@ -37,17 +37,17 @@ class Verdict:
     """Result of a plugin's trial."""
 
     fault: str = ""
-    """Action of the plugin that would have stopped, delayed or misled this process; "" if none."""
+    """Description of what the plugin did that would have stopped, delayed or misled this process; "" if nothing."""
     remarks: list[str] = field(default_factory=list)
-    """Exceptions that the plugin raised. Only the part that raised is lost."""
+    """Exceptions that the plugin raised. Only the part that raised an exception is not registered."""
     details: str = ""
-    """Tracebacks, and the plugin's output."""
+    """Tracebacks and output of the plugin."""
     seconds: float = 0.0
     date: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Verdict | None:
-        """Read a stored verdict; None if there is none that can be read."""
+        """Return the verdict stored at a path, or None if no readable verdict exists."""
         try:
             return cls.of(parse_json(read_text(path), path.name, dict))
         except (OSError, ValueError, TypeError, KeyError):
@@ -66,7 +66,7 @@ class Verdict:
 
 
 Trial = Callable[[Sequence[PluginSource]], list[Verdict]]
-"""Tries plugins in other processes and returns a verdict on each."""
+"""Function that tries plugins in other processes and returns a verdict on each."""
 
 
 def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool = False) -> list[Verdict]:

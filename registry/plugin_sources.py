@@ -32,7 +32,7 @@ from headway.registry.hookspecs import hookimpl
 C = TypeVar("C", bound=Kernel)
 
 _MOST_FILES = 2000
-"""Maximum number of files of a package that its digest covers."""
+"""Maximum number of a package's files that its digest covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PluginSource:
 
     name: str
     owner: str
-    """Name and version of its distribution; a file's name and a hash of its text; an object's own name."""
+    """Owner of the plugin: name and version of its distribution, name and hash of its file, or the object's own name."""
 
     @property
     def file(self) -> Path | None:
@@ -50,11 +50,11 @@ class PluginSource:
 
     @property
     def target(self) -> str:
-        """FILE.py or FILE.py:CLASS with an absolute path. "" if the plugin is not a file."""
+        """The plugin as FILE.py or FILE.py:CLASS, with an absolute path. "" if the plugin is not a file."""
         return ""
 
     def load(self) -> object:
-        """Import and return the plugin. Its exceptions are passed on; raises PluginError if only its name is known."""
+        """Import and return the plugin. Exceptions of the plugin are not caught. Raises PluginError if only its name is known."""
         raise PluginError(
             f"plugin {self.name} of {self.owner} is known by its name alone, and loaded by the process that tries it"
         )
@@ -117,7 +117,7 @@ class PluginFile(PluginSource):
     """A plugin file, named as FILE.py or FILE.py:CLASS."""
 
     path: Path
-    """The path as the user gave it."""
+    """Path of the file, as the user gave it."""
     class_name: str = ""
 
     @classmethod
@@ -178,7 +178,7 @@ def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iter
 def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[PluginFile | PluginObject]:
     """Yield the plugins that a caller passed: objects with hooks, backend classes, and files.
 
-    A plugin without a name is named after its type, with a number from the second of a type on.
+    A plugin without a name is named after its type; from the second plugin of a type on, a number is added.
 
     :raises ConfigError: if a file does not exist.
     """
@@ -195,10 +195,10 @@ def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[
 
 
 class ClassPlugin:
-    """A plugin for a single kernel class. It also registers the class's layouts that are not registered yet."""
+    """A plugin for a single kernel class. It also registers the layouts that the class names and that are not registered yet."""
 
     def __init__(self, kernel: type[Kernel], layouts: Mapping[str, LayoutInfo], state_layouts: Mapping[str, StateLayout]) -> None:
-        """layouts, state_layouts: registered layouts. The writer of the first, a built-in, works with any layout's axes."""
+        """layouts, state_layouts: registered layouts. The writer of the first one, a built-in, works with any layout's axes."""
         self._kernel = kernel
         known, writer = [info.layout for info in layouts.values()], next(iter(layouts.values())).load_writer
         claimed = getattr(kernel.capabilities, "layouts", None) or ()
@@ -246,10 +246,10 @@ def split_target(text: str) -> tuple[Path, str]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a file under its own name, again if it was imported before. The file may import its neighbours in its folder.
+    """Import a file under its own name, again if it was imported before. The file may import other files in its folder.
 
     :raises ConfigError: if the file does not exist.
-    :raises PluginError: if it does not load, with the line.
+    :raises PluginError: if the file does not load. The error has the line.
     """
     _existing(path)
     known = sys.modules.get(path.stem)
@@ -282,9 +282,9 @@ def has_hooks(module: ModuleType) -> bool:
 
 
 def class_in(module: ModuleType, name: str, path: Path, kind: OperationKind | None = None) -> type[Kernel]:
-    """Return the named kernel class of a file, or its only one. kind: required kind of operation; None means any.
+    """Return the named kernel class of a file, or its only kernel class. kind: required kind of operation; None means any.
 
-    :raises ConfigError: if no such class exists, several classes without a name, or an incomplete class.
+    :raises ConfigError: if no such class exists, if several exist and none is named, or if the class is incomplete.
     """
     own = _own_classes(module, KINDS if kind is None else (kind,))
     if name and name not in own:
@@ -324,7 +324,7 @@ def check_class(found: type[C]) -> type[C]:
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """Return the line of the file that raised an error, in words; "" for a SyntaxError, whose text has the line."""
+    """Return text with the line of the file that raised an error; "" for a SyntaxError, whose own text has the line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.resolve())]
     return f" (line {frames[-1].lineno})" if frames else ""
 

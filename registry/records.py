@@ -1,4 +1,4 @@
-"""Information about plugins that needs no import of them: the user's policy, what each registered, and why one was excluded."""
+"""Records about plugins, readable without importing them: the user's policy, what each registered, and why one was excluded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 BUILTIN_OWNER: Final = "built-in"
 """Owner of Headway's own backends."""
 VARIABLE = "HEADWAY_PLUGINS"
-"""Environment variable with a `PluginPolicy`."""
+"""Environment variable whose value is a `PluginPolicy`."""
 _NEED = "all, none, allow=A,B or block=A,B, with names of plugins or of their distributions"
 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Names of what a plugin registered, by kind."""
+    """Names of the items that a plugin registered, by kind of item."""
 
     hooks: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
@@ -43,22 +43,22 @@ class PluginRecord:
 
     name: str
     owner: str
-    """Name and version of its distribution; a file's name and a hash of its text."""
+    """Name and version of the plugin's distribution, or name and hash of its file."""
     file: str
-    """Path of its module or package; "" if not found."""
+    """Path of the plugin's module or package; "" if not found."""
     state: Literal["loaded", "left out", "blocked"]
-    """blocked means excluded by the user (`--plugins`, $HEADWAY_PLUGINS)."""
+    """State of the plugin. blocked means excluded by the user (`--plugins`, $HEADWAY_PLUGINS)."""
     reason: str = ""
     """Reason why the plugin was excluded."""
     brought: Brought = field(default_factory=Brought)
     remarks: tuple[str, ...] = ()
-    """Exceptions in the plugin's trial. Only the part that raised is lost."""
+    """Exceptions in the plugin's trial. Only the part that raised an exception is not registered."""
     details: str = ""
-    """Tracebacks, and the plugin's output."""
+    """Tracebacks and output of the plugin."""
     tried: str = ""
     """Date of the trial; "" if there was none."""
     target: str = ""
-    """FILE.py or FILE.py:CLASS for a file; "" for an installed plugin."""
+    """The plugin as FILE.py or FILE.py:CLASS if it is a file; "" for an installed plugin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PluginFailure:
     owner: str
     error: BaseException
     details: str = ""
-    """Traceback and output of the plugin, for an error in another process."""
+    """Traceback and output of the plugin, if the error occurred in another process."""
 
     @property
     def reason(self) -> str:
@@ -88,13 +88,13 @@ class PluginPolicy:
 
     names: frozenset[str] = frozenset()
     allow: bool = False
-    """True if only `names` are allowed; false if all others are."""
+    """True if only `names` are allowed; False if all except `names` are."""
 
     @classmethod
     def parse(cls, text: str, option: str = "plugins") -> PluginPolicy:
         """Parse all, none, allow=A,B or block=A,B.
 
-        :raises ConfigError: if the text has another form.
+        :raises ConfigError: if the text has a different form.
         """
         verb, equals, listed = text.strip().partition("=")
         names = frozenset(_normal(name) for name in listed.split(",") if name.strip())
@@ -128,5 +128,5 @@ def _names(plugin: PluginSource) -> frozenset[str]:
 
 
 def _normal(name: str) -> str:
-    """Normalize a distribution's name: case and the difference between -, _ and . are ignored (PEP 503)."""
+    """Return a distribution's normalized name, without case or differences between -, _ and . (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()

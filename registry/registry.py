@@ -51,7 +51,7 @@ class Registry(Kernels):
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
-        """(what a parser reads, its name) -> the parser."""
+        """(what a parser reads: calls or reasoning, its name) -> the parser."""
         self.failures: list[PluginFailure] = []
         super().__init__(check_class, self.failures)
         self._known: dict[str, dict[Any, Any]] = {
@@ -63,11 +63,11 @@ class Registry(Kernels):
         }
         """Field name of `Brought` -> registered items of that kind, by name."""
         self.plugins: list[PluginRecord] = []
-        """Installed plugins, including excluded and blocked ones, and files that the user named."""
+        """Records of installed plugins, including excluded and blocked ones, and of files that the user named."""
         self.sources: dict[str, PluginSource] = {}
-        """Plugin name -> its source, for loaded installed plugins and files."""
+        """Plugin name -> the plugin's source, for loaded plugins that are installed or files."""
         self.brought: dict[str, Brought] = {}
-        """Plugin name -> names of what it registered."""
+        """Plugin name -> names of the items that it registered."""
 
     def add_plugin(self, name: str, owner: str, plugin: object) -> None:
         """Register a plugin completely or, if any part is not valid, not at all.
@@ -157,7 +157,7 @@ class Registry(Kernels):
     def linear_kernels(self, device: torch.device, named: str = "auto", invariant: bool = False) -> LinearKernels:
         """Return the linear kernels among which a model on a device chooses.
 
-        named: kernel that the user requests, or auto. invariant: True for deterministic mode.
+        named: name of the kernel that the user requests, or auto. invariant: True for deterministic mode.
 
         :raises UnknownBackendError: if the name is not registered.
         """
@@ -243,9 +243,9 @@ def _add_installed(
 
 
 def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict) -> None:
-    """Load and register a plugin.
+    """Load and register a plugin that has a verdict.
 
-    :raises HeadwayError: if its trial failed or it cannot be registered. Exceptions of its import are passed on.
+    :raises HeadwayError: if its trial failed or it cannot be registered. Exceptions of its import are not caught.
     """
     if verdict.fault:
         longer = f"{TIMEOUT}=60 gives it longer" * verdict.fault.startswith("hangs")

@@ -27,7 +27,7 @@ from headway.core.system.text import shown
 RESERVED = ("auto", "reference")
 """Reserved names, which have a special meaning in options."""
 _LONGEST: Final = 64
-"""Maximum number of characters of a name, which is shown in tables and command lines."""
+"""Maximum number of characters in a name. Names are shown in tables and command lines."""
 
 
 def _all_of(found: object, kind: type, container: tuple[type, ...] = (tuple,)) -> bool:
@@ -64,7 +64,7 @@ class _Item(NamedTuple):
 
     word: str
     taken: str
-    """Error text if its name is already registered."""
+    """Error text if an item's name is already registered."""
     rules: Mapping[str, _Rule]
 
 
@@ -112,7 +112,7 @@ _ITEMS: Mapping[type, _Item] = {
 def answers_of(hook: str, answers: Iterable[object], kind: type, plugin: str) -> list[Any]:
     """Return the items that one plugin's implementations of a hook returned.
 
-    :raises PluginError: if an answer is not a list, or an item has another type.
+    :raises PluginError: if an answer is not a list, or an item has the wrong type.
     """
     items: list[object] = []
     for answer in answers:
@@ -133,7 +133,7 @@ def named(item: Any) -> Any:
 
 
 def check_items(items: Sequence[Any], known: Sequence[tuple[Any, str]], owner: str, plugin: str) -> None:
-    """Check the items that a plugin returned from one hook. known: (registered item, owner) pairs. plugin: plugin, for the error.
+    """Check the items that a plugin returned from one hook. known: (registered item, owner) pairs. plugin: name for the error.
 
     :raises PluginError: if a field has the wrong type, an api_version is not supported, or a name is taken.
     """
@@ -210,12 +210,12 @@ _CLAIMS: Mapping[str, Sequence[_Rule]] = {
     "tuple[CacheLayout, ...] | None": _layouts(CacheLayout),
     "tuple[StateLayout, ...] | None": _layouts(StateLayout),
 }
-"""Name of a field of capabilities, or else its annotation -> rules for its value."""
+"""Name of a field of the capabilities, or else the field's annotation -> rules for the field's value."""
 _METHODS: Mapping[str, Mapping[Phase, str]] = {
     ATTENTION.name: {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"},
     STATE.name: {Phase.PREFILL: "scan", Phase.EXTEND: "scan", Phase.DECODE: "step"},
 }
-"""Kind of operation -> method that each phase calls."""
+"""Kind of operation -> phase -> name of the method that the phase calls."""
 
 
 def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: request bodies, conversion to chats, answers and routes."""
+"""Anthropic's Messages API: request bodies, conversion to and from chats, answers and routes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headway.server.service import Service
 
 
 class _Strict(BaseModel):
-    """A part of a body without type coercion, such as from text to number."""
+    """Base class for parts of a body without type coercion, such as from text to number."""
 
     model_config = ConfigDict(strict=True)
 
@@ -58,7 +58,7 @@ class AnthropicTool(_Strict):
 
 
 class AnthropicToolChoice(_Strict):
-    """Choice of functions that the model may or must call."""
+    """Tool choice: the functions that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -103,7 +103,7 @@ class TokenCountRequest(Fields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: dict[str, Any] | None = None
-    """Ignored, like the next field."""
+    """Ignored, as is the next field."""
     service_tier: str | None = None
 
     def fields(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[st
 
 
 def _text(content: Any, place: str) -> str:
-    """Return the text of text-only content. :raises PromptError: if there is anything else."""
+    """Return the text of text-only content. :raises PromptError: if the content has anything else."""
     return "".join(text_field(block, "text", at) for at, _, block in _blocks(content, place, ("text",)))
 
 
@@ -218,7 +218,7 @@ _READERS: Final[dict[str, Callable[[Any, str], list[dict[str, Any]]]]] = {
 
 
 def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
-    """Return a tool in the form of chats. :raises ConfigError: if it is a server-side tool of Anthropic or invalid."""
+    """Return a tool in the format of chats. :raises ConfigError: if it is a server-side tool of Anthropic or invalid."""
     if tool.type not in (None, "custom"):
         raise ConfigError(f"{place}.type", "a tool of the client's own (custom)", shown(tool.type, 60))
     if tool.input_schema is None:
@@ -326,13 +326,13 @@ class MessagesAnswer(ConvertedAnswer):
 
 
 _TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}
-"""Kind of a piece -> type of its block."""
+"""Kind of a piece -> type of the piece's block."""
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Type of a block -> type and field of its deltas."""
+"""Type of a block -> type and field of the block's deltas."""
 
 
 def _text_block(kind: str, text: str) -> dict[str, Any]:
@@ -349,14 +349,14 @@ def _call_block(call: ToolCall) -> dict[str, Any]:
 
 
 def _stop(reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
-    """Return why a message has ended. reason: a chat's finish_reason. stop_reason: the stop text or token."""
+    """Return the fields on why a message has ended. reason: a chat's finish_reason. stop_reason: the stop text or token."""
     if reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
 
 
 def usage_of(output: RequestOutput, written: int) -> dict[str, int]:
-    """Return the usage of a message. written: tokens of its completion."""
+    """Return the usage of a message. written: number of tokens in its completion."""
     return {
         "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -370,7 +370,7 @@ def _event(data: Mapping[str, Any]) -> bytes:
 
 
 class MessagesRoutes(RouteGroup):
-    """Routes /v1/messages and /v1/messages/count_tokens."""
+    """Routes of the Messages API: /v1/messages and /v1/messages/count_tokens."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""Error responses in the form of each path's API, and handling of unknown fields in request bodies."""
+"""Error responses in the format of each path's API, and handling of unknown fields in request bodies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     known_extras: ClassVar[frozenset[str]] = frozenset()
-    """Names of further fields that are used."""
+    """Names of additional fields that are used."""
 
     def unknown(self) -> Sequence[str]:
         """Return the names of ignored fields that have a value. :raises ConfigError: if a field would change the answer."""
@@ -102,7 +102,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""Status -> type. Other statuses are `invalid_request_error` below 500 and `server_error` from 500."""
+"""HTTP status -> OpenAI's error type. Other statuses are `invalid_request_error` below 500 and `server_error` from 500."""
 
 ANTHROPIC = "/v1/messages"
 """Prefix of the paths that use Anthropic's error format."""
@@ -115,7 +115,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Status -> type. Other statuses are `invalid_request_error` below 500 and `api_error` from 500."""
+"""HTTP status -> Anthropic's error type. Other statuses are `invalid_request_error` below 500 and `api_error` from 500."""
 
 _KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)  # Parts of pydantic's locations that name a type
 
@@ -124,7 +124,7 @@ _NEEDS = {
     "dict_type": "input should be an object",
     "list_type": "input should be an array",
 }
-"""Type of pydantic's error -> its text in JSON's terms."""
+"""Type of a pydantic error -> the error's text in JSON's terms."""
 
 
 _LONGEST_MESSAGE = 1000  # Characters of an error message, which may repeat the client's input
@@ -164,7 +164,7 @@ class ApiError(Exception):
         return Response(orjson.dumps(body), self.status, self.headers, "application/json")
 
     def event(self) -> bytes:
-        """Return the error as an event of a stream that has begun, since its status can no longer be changed."""
+        """Return the error as an event, for a stream that has begun, whose status can no longer be changed."""
         return b"data: " + orjson.dumps(self.body) + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""A listening server: uvicorn with Headway's limits, until it is stopped."""
+"""The listening server: uvicorn with Headway's limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
         port: int = 8000,
         started_at: Callable[[str], None] | None = None,
     ) -> None:
-        """started_at: called with the URL when the server listens."""
+        """started_at: called with the URL once the server listens."""
         self._llm = llm
         app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
         self._batches: BatchRoutes = app.state.batches
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
         self._started_at = started_at
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the shutdown at a signal. A second SIGTERM ends this process and the engine's at once."""
+        """Start the shutdown at a signal. A second SIGTERM ends this process and the engine's process at once."""
         if self.should_exit and sig == signal.SIGTERM:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The server's port; for port 0, the port that the system has chosen."""
+        """Port of the server. If port 0 was requested, the port that the system has chosen."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
@@ -142,7 +142,7 @@ def serve(
     started_at: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until a signal, then shut the engine down. sock: a socket bound to the host; None means port 8000.
-    :raises EngineDeadError: if a fault ended the engine and so the server."""
+    :raises EngineDeadError: if a fault has ended the engine and therefore the server."""
     sock = sock or bound_socket(host, 8000)
     raise_file_limit()
     if most_connections() < options.max_connections:

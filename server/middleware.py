@@ -34,7 +34,7 @@ def request_name(request: Request, given: str | None = None) -> str:
 
 
 def check_id(what: str, name: str | None, field: str | None) -> None:
-    """Check a client's id. field: its field of the body. :raises ApiError: if it is too long or has invalid characters."""
+    """Check a client's id. field: the body's field with it. :raises ApiError: if it is too long or has invalid characters."""
     if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
         raise ApiError(400, f"{what}: needs at most {_LONGEST} printable characters of ASCII, got {name[:60]!r}", field)
 
@@ -77,7 +77,7 @@ class Admission:
         self.adapters: dict[str, LoRARequest] = {}
         """Name that requests use as their model -> adapter."""
         self.num_queued = 0
-        """Number of requests without a first token, or without an answer if they do not stream."""
+        """Number of requests that have no first token yet or, if they do not stream, no answer."""
         self._seconds = 1.0  # moving average of the seconds from arrival to end of requests
 
     def check_model(self, name: str | None) -> None:
@@ -202,7 +202,7 @@ AUDIO: Final = "/v1/audio/"
 
 
 def check_json(scope: Any) -> ApiError | None:
-    """Check that a body is declared as JSON, for servers without a key.
+    """Check that a body is declared as JSON, for servers without an API key.
 
     Browsers let any page post text and forms to any address, including this machine's. They send JSON to another host only if
     that host allows it, which this server does only for pages in `allowed_origins`.
@@ -215,7 +215,7 @@ def check_json(scope: Any) -> ApiError | None:
 
 
 def _is_json(scope: Any) -> bool:
-    """Return whether a request declares JSON, or has neither a body nor an Origin header."""
+    """Return whether a request declares a JSON body, or has neither a body nor an Origin header."""
     kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
     if kind == "multipart/form-data" and scope["path"].startswith((FILES, AUDIO)):
         return not _header(scope, b"origin")  # browsers name the page that posts a form

@@ -20,7 +20,7 @@ from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
 
 LONGEST_TIME: Final = 10_000_000
-"""Maximum of a time limit in seconds, about four months: event loops do not accept infinity."""
+"""Maximum value of a time limit in seconds, about four months, since event loops do not accept infinity."""
 _ORIGIN: Final = re.compile(r"https?://[^/\s,*]+")
 _TIMES: Final = ("request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout")
 

@@ -83,7 +83,7 @@ GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
 
 
 class PoolingRoutes(CommonRoutes):
-    """Routes of a pooling model. Unsupported ones return an error."""
+    """Routes of a pooling model. Routes that the model does not support return an error."""
 
     def __init__(self, pooling: AsyncPooling, options: ServerOptions) -> None:
         self._pooling = pooling
@@ -93,7 +93,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", "/v1/embeddings", body=[EmbeddingRequest])
     async def embeddings(self, request: Request) -> Response:
-        """Embed texts."""
+        """Return the embeddings of texts."""
         body = await self._body(request, EmbeddingRequest)
         make = self._making(self._pooling.jobs.embed, body, body.dimensions, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
@@ -157,7 +157,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", ("/score", "/v1/score"), body=[ScoreRequest])
     async def score(self, request: Request) -> Response:
-        """Score pairs of texts."""
+        """Return the scores of pairs of texts."""
         body = await self._body(request, ScoreRequest)
         queries, documents = body.texts
         make = partial(self._pooling.jobs.score, queries, documents, body.truncate_prompt_tokens)
@@ -215,7 +215,7 @@ class PoolingRoutes(CommonRoutes):
         return body
 
     def _making(self, make: Callable[..., Any], body: EmbeddingRequest, *options: object) -> Callable[[], Any]:
-        """Return a function that makes the job of a request's texts, to be called in a thread; it also renders conversations."""
+        """Return a function, to be called in a thread, that renders a request's conversations and makes the job for its texts."""
 
         def made() -> Any:
             if (body.input is None) == (body.messages is None):
@@ -236,7 +236,7 @@ class PoolingRoutes(CommonRoutes):
         return made
 
     async def _run(self, make: Any) -> Any:
-        """Run a job with a place in the queue. Return its outputs and number of tokens."""
+        """Run a job while it occupies a place in the queue. Return its outputs and number of tokens."""
         with self.service.queued():
             started = time.perf_counter()
             limit = self.service.options.request_timeout

@@ -1,4 +1,4 @@
-"""Limits for connections that exhaust the server: too many, too slow, or not reading their answer."""
+"""Limits on connections that could exhaust the server: too many, too slow, or not reading their answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _START: Final = b"HTTP/1.1 "  # First bytes of every response
 _FIRST_LOOK: Final = 0.01
 _LONGEST_LOOK: Final = 0.5  # Maximum seconds between two checks of the connection, which start at _FIRST_LOOK and double
 _FIRST_PAUSE: Final = 0.2
-"""Seconds between the first two early bytes. Each pause is three times the last, so that nine bytes last 11 minutes."""
+"""Seconds between the first two early bytes. Each pause is three times the previous one, so nine bytes last 11 minutes."""
 
 
 class ClientProbe:
@@ -35,7 +35,7 @@ class ClientProbe:
     """
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, begun: bool, gone: Callable[[], None]) -> None:
-        """begun: True if a response is already being written. gone: called once when the client has gone."""
+        """begun: True if a response is already being written. gone: function called once when the client has gone."""
         self._transport = transport
         self._loop = loop
         self._gone = gone
@@ -79,7 +79,7 @@ _AT_ONCE: Final = 8  # Requests to start per iteration of the event loop: 2 ms o
 
 
 class PacedStarts:
-    """Starter of requests, a few per iteration of the event loop, so that crowds do not delay new connections and probes."""
+    """Starts a few requests per iteration of the event loop, so that many at once do not delay new connections and probes."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -210,12 +210,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, self._give_up)
 
     def on_url(self, url: bytes) -> None:
-        """Process a part of a path, with a limit on its size."""
+        """Process a part of a path. Limits the size of the head."""
         if not self._replaying and self._takes_head(len(url), 414, "the path"):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Process a header or a trailer, with a limit on their size."""
+        """Process a header or a trailer. Limits the size of the head."""
         if not self._replaying and self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
             super().on_header(name, value)
 
@@ -237,13 +237,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.cycle.transport = _Closing(self.transport, partial(self._close_after, self.cycle))  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
-        """Pass a part of a body on."""
+        """Pass a part of a request's body to the application."""
         self._unparsed = 0
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Pass the end of a body on."""
+        """Pass the end of a request's body to the application."""
         if not self._refused and not self._owes_body:
             super().on_message_complete()
 
@@ -343,7 +343,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(ApiError(503, f"there are {self.options.max_connections} connections already", retry_after=1))
 
     def _takes_head(self, size: int, status: int, what: str) -> bool:
-        """Count bytes of a head. Return False if the client is rejected, with this status."""
+        """Count the bytes of a head. Return False if they exceed the limit and the client is rejected with `status`."""
         self._unparsed = 0
         self._head += size
         if self._head > _MOST_HEAD:

@@ -49,7 +49,7 @@ class DirectMiddleware:
         self, app: App, endpoints: Mapping[str, Endpoint], refuse: Callable[[Request, Exception], Awaitable[Response]]
     ) -> None:
         """endpoints: path -> endpoint for POST. FastAPI has them too, for its schema and for applications mounted at other paths.
-        refuse: returns the response for a request whose endpoint has raised."""
+        refuse: returns the response for a request whose endpoint has raised an error."""
         self._app = app
         self._endpoints = endpoints
         self._refuse = refuse
@@ -89,7 +89,7 @@ def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitabl
 
 
 class Route(NamedTuple):
-    """Paths of an endpoint; see `answers`."""
+    """Paths and properties of an endpoint; see `answers`."""
 
     method: str
     paths: tuple[str, ...]
@@ -141,7 +141,7 @@ class RouteGroup:
 
 
 class CommonRoutes(RouteGroup):
-    """Routes that every server has, and error responses. Models, metrics and health are defined in subclasses."""
+    """Routes that every server has, and error responses. Subclasses define the routes for models, metrics and health."""
 
     def __init__(self, refused: Counter[str]) -> None:
         """refused: status -> number of error responses."""

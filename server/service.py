@@ -45,7 +45,7 @@ class RunningAnswer(NamedTuple):
     """An answer that the engine is generating."""
 
     id: str
-    """The client's id, which other answers may share."""
+    """The client's id, which may also be the id of other answers."""
     request_ids: Sequence[str]
     """The engine's ids, one per prompt."""
 
@@ -68,7 +68,7 @@ class Service(Admission):
         self.template_end = None if own is None else token_after_answer(llm.get_tokenizer(), own)
         """Token that the server's own chat template writes after an answer. The engine knows the one of the model's template."""
         self.running: dict[str, RunningAnswer] = {}
-        """Key of an answer -> the answer, for each request in the engine."""
+        """Key of an answer -> the answer, for each answer that the engine is generating."""
         self._resumed: asyncio.Event | None = None
         self._is_stopping = False
         self.is_asleep = False
@@ -132,7 +132,7 @@ class Service(Admission):
         return {name: value for name in _SAMPLING if (value := getattr(given, name)) != getattr(plain, name)}
 
     def check_room(self) -> None:
-        """Check for room in the queue, as Admission does; a sleeping engine has none."""
+        """Check for room in the queue, as Admission does. There is no room if the engine sleeps."""
         if self.is_asleep:
             raise ApiError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep")
         super().check_room()

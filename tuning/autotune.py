@@ -40,7 +40,7 @@ from headway.tuning.table.schema import CrossoverTable, DeviceIdentity
 log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 3.0, "cuda": 20.0}
-"""Seconds that a start may spend on measuring, by device type."""
+"""Device type -> seconds that a start may spend on measuring."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 
 
@@ -88,7 +88,7 @@ def costs_for(
     `table_request`. kind: layers to measure, attention or state layers. Both specs of a latent (MLA) layer are measured, each in
     the phases that use it. Tables that the user named apply to attention, and to state layers if one of the tables is for them.
 
-    A faulty or stale table never ends a start: its faulty line or its difference is logged, and the table is ignored or measured
+    A faulty or stale table never ends a start: the faulty line or the difference is logged, and the table is ignored or measured
     again.
 
     :raises ConfigError: if the budget is not a number, or if a named file does not exist.
@@ -250,7 +250,7 @@ class RegisteredLayer(TunedLayer):
 
 
 def preferred_layouts(registry: Registry, available: Sequence[str], spec: AttentionSpec) -> list[str]:
-    """Return the registry's first layout (a built-in) and the first layout that each backend names, without duplicates.
+    """Return the registry's first layout (a built-in) and the layout that each backend names first, without duplicates.
 
     A plugin's own layout is thus compared with a built-in one. Layouts that cannot hold the layer's keys and values are skipped.
     available: names of the backends that can run here.
@@ -269,7 +269,7 @@ def _without_option(error: Exception) -> str:
 
 
 def _read(path: Path) -> CrossoverTable | None:
-    """Read the table at a path, or log its fault and return None."""
+    """Return the table at a path, or log why it cannot be read and return None."""
     try:
         return read_table(path, kind=None)
     except TableError as error:

@@ -34,17 +34,17 @@ from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, SpecRecord, points
 
 AUTO = "auto"
-"""Measured like a backend: each step's choice uses the kernel-level table."""
+"""Name of an entry measured like a backend: each step's backend is chosen by the kernel-level table."""
 SIZES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "cuda": ((1, 2, 4, 8, 16, 32, 64), (512, 1024, 2048)),
     "cpu": ((1, 4), (16, 64)),
 }
-"""Device type -> batch sizes, input lengths."""
+"""Device type -> default batch sizes and input lengths."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of a run."""
+    """Options of an engine-level run."""
 
     device: torch.device
     llm: Mapping[str, Any]
@@ -52,16 +52,16 @@ class EngineOptions:
     cases: Sequence[str]
     """Cases in the grammar of headway.core.oracle.cases. query_len is the input length, kv_len the input plus output length."""
     backends: Sequence[str] | None = None
-    """Backend requests in the form of `LLM`. None means all available backends (combined with auto for missing phases) and
+    """Backend requests, as for `LLM`. None means all available backends (combined with auto for missing phases) and
     `auto`."""
     repeat: int = 1
     cell_limit: float = 120.0
-    """Seconds after which a generation, and all that are not smaller, are abandoned."""
+    """Seconds after which a generation, and all generations that are not smaller, are abandoned."""
     seed: int = 0
     budget: float | None = None
     output: Path | None = None
     resume: bool = False
-    """Keep the cells that are already in `output`."""
+    """True to keep the cells that are already in `output`."""
     command: str = ""
 
 
@@ -73,7 +73,7 @@ class _Run:
     cells: list[Cell] = field(default_factory=list)
     spec: SpecRecord | None = None
     reason: str = ""
-    """Reason if no case could run; else empty."""
+    """Reason why no case could run; "" if any could."""
 
 
 def cases(batches: Sequence[int], lens: Sequence[int]) -> list[str]:
@@ -231,7 +231,7 @@ def _owner(request: str, registry: Registry) -> str:
 
 
 def save(table: CrossoverTable | None, path: Path | None) -> None:
-    """Write the results so far, if a file was requested."""
+    """Write the results so far to a file, if one was requested."""
     if table is not None and path is not None:
         write_json(table, path)
 

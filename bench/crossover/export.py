@@ -58,11 +58,11 @@ FORMS: dict[str, Callable[[View, Path], None]] = {
     ".html": _html,
     ".png": _png,
 }
-"""Suffix -> writer. JSON and CSV have every layout and block size, the others only the view's."""
+"""File suffix -> writer. JSON and CSV have every layout and block size; the others have only the view's."""
 
 
 def check_target(path: Path, table: Path | None) -> None:
-    """Check a file name before the slow work. table: file of the table to show.
+    """Check a target's file name before any slow work. table: file of the table to show.
     :raises ConfigError: if the format is unknown or the file is the table's own, whose cells would be lost."""
     if table is not None and path.resolve() == table.resolve():
         raise ConfigError("--export", "another file than the table's", str(path))

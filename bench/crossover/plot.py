@@ -101,16 +101,16 @@ def _patch(colour: str, label: str) -> Any:
 
 
 _COLUMNS = 3
-"""Number of panels per phase: the smallest, a middle and the largest."""
+"""Number of panels per phase: for the smallest, a middle and the largest value."""
 _MARKERS = "osD^vPX*<>"
 _PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend")
 _TOTALS = {"decode": LENGTHS["decode"], "prefill": LENGTHS["prefill"]}
-"""Label of the horizontal axis, if it is not all tokens of each sequence."""
+"""Phase -> label of the horizontal axis, if it is not the number of all tokens of each sequence."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Points that differ only in length, shortest first."""
+    """A panel of a chart: points that differ only in length, shortest first."""
 
     batch: int
     query_len: int
@@ -119,7 +119,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Number of sequences and new tokens of the curves."""
+        """Title with the number of sequences and of new tokens of the curves."""
         sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         return f"{sequences}, {self.query_len:,} new tokens each" if self.query_len > 1 else sequences
 

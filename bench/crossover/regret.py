@@ -1,4 +1,4 @@
-"""Regret of `auto`: its choices at unmeasured points, compared with the fastest candidate there."""
+"""Regret of `auto`: its choices at unmeasured points, compared with the fastest candidate at each point."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, Sp
 
 _TIMER = InterleavedTimer(rounds=5)
 LAYERS = 32
-"""Number of layers of a model, which share the plan's cost."""
+"""Assumed number of layers of a model, which share the plan's cost."""
 
 
 class RegretTrial(BaseModel):
-    """One held-out point."""
+    """Regret of the choice at one held-out point."""
 
     model_config = ConfigDict(extra="forbid")
 
     phase: str
     case: str
     seed: int | None = None
-    """Seed with which the point was drawn. None if it was not drawn, and in files from before 2026-11-22."""
+    """Seed with which the point was drawn. None if the point was not drawn, and in files from before 2026-11-22."""
     chosen: str
     best: str
     chosen_us: float
-    """Microseconds of a step with the choice: plan and all layers."""
+    """Time of a step with the chosen backend in microseconds: plan and all layers."""
     best_us: float
-    """Microseconds of the fastest backend for the layout and block size that `auto` chose."""
+    """Time of a step in microseconds with the fastest backend for the layout and block size that `auto` chose."""
     times_us: dict[str, float]
     """Microseconds by backend, layout and block size, such as `triton nhd 256`; only by backend if it reads no cache."""
 
     @property
     def regret(self) -> float:
-        """Time of the choice divided by that of the best."""
+        """Time of the choice divided by the time of the best backend."""
         return self.chosen_us / self.best_us
 
     @property
@@ -71,7 +71,7 @@ class RegretTrial(BaseModel):
 
 
 class RegretReport(ResultFile):
-    """One run over held-out points."""
+    """Result of one run over held-out points."""
 
     written_by: ClassVar[str] = "headway table regret --output"
     schema_: Literal["headway.regret/1"] = Field(default="headway.regret/1", alias="schema")
@@ -101,7 +101,7 @@ class RegretReport(ResultFile):
         return {place for trial in self.trials for _, _, place in (key.partition(" ") for key in trial.times_us) if place}
 
     def of_seed(self, seed: int) -> tuple[float, float]:
-        """Return geometric mean and worst regret of the points of one seed."""
+        """Return the geometric mean and the maximum of the regret at the points of one seed."""
         regrets = [trial.regret for trial in self.trials if trial.seed == seed] or [1.0]
         return _geometric_mean(regrets), max(regrets)
 
@@ -171,7 +171,7 @@ def measure_regret(
 def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload) -> RegretReport:
     """Evaluate the choices with a table, using the times of an earlier report. Measures nothing and runs on any machine. report:
     from `measure_regret` with `anywhere`, since otherwise the layout and block size chosen now may have no times.
-    :raises ConfigError: if the table is for another layer than the times, or has no times for any layout."""
+    :raises ConfigError: if the table is for a layer other than that of the times, or has no times for any layout."""
     if report.spec.key != table.spec.key:
         need = f"times of the table's layer, {table.spec}"
         raise ConfigError("--trials", need, f"those of {report.spec}", "--output of headway table regret on such a table")
@@ -209,7 +209,7 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
 
 
 def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
-    """Return the regret of the lookup at each measured point if the point were not in the table. Measures nothing.
+    """Return the regret that a lookup at each measured point would have if the point were not in the table. Measures nothing.
 
     Uses the layout and block size with the lowest time. Points outside the range of the others are left out, since only the
     nearest edge is known there. A grid without the point is coarser, so the actual regret is lower.
@@ -300,7 +300,7 @@ def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = (
 def _trial(
     phase: str, case: str, chosen: str, times_us: Mapping[str, float], place: str, seed: int | None = None
 ) -> RegretTrial | None:
-    """Return the trial of a choice for `place`, such as `nhd 256`; None if it has no time there."""
+    """Return the trial of a choice for `place`, such as `nhd 256`; None if it has no time for this place."""
     here = {key.removesuffix(f" {place}"): us for key, us in times_us.items() if key.endswith(f" {place}") or " " not in key}
     if chosen not in here:
         return None

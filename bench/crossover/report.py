@@ -30,14 +30,14 @@ PairName = tuple[str | None, int | None]
 
 @dataclass(frozen=True)
 class TableRow:
-    """One point."""
+    """Row of the table: one point."""
 
     cells: dict[str, Cell]
-    """Backend -> its cell."""
+    """Backend -> the backend's cell at this point."""
 
     @property
     def first(self) -> Cell:
-        """Any cell, for the fields that all share."""
+        """Any cell of the row, for the fields that all its cells share."""
         return next(iter(self.cells.values()))
 
     @property
@@ -95,7 +95,7 @@ class View:
     backends: list[str]
     """Backends that were tried with this layout and block size."""
     blocks: list[Block]
-    """Points of the grid."""
+    """Blocks of rows, one row per point of the grid."""
 
     @property
     def between(self) -> int:
@@ -113,7 +113,7 @@ class View:
 
     @property
     def rows(self) -> Iterator[TableRow]:
-        """All rows."""
+        """Rows of all blocks."""
         for block in self.blocks:
             yield from block.rows
 
@@ -201,7 +201,7 @@ _LENGTHS: dict[PhaseName, str] = {
     "bytes": "bytes",
 }
 _MOST_LAID_OUT: Final = 500
-"""Maximum number of rows of all blocks that rich lays out, in colors."""
+"""Maximum total number of rows for which rich lays out the tables, in colors."""
 
 
 _MARKS: Final = {
@@ -243,7 +243,7 @@ def print_view(view: View, console: Console, all_backends: bool = False) -> None
 
 
 def _wins(view: View) -> str:
-    """Return how many points each backend wins, as a sentence."""
+    """Return a sentence on how many points each backend wins."""
     counts = Counter(winner(row) if len(row.winners) < 2 else "tie" for row in view.rows)
     total = counts.total()
     return f"fastest of {total} point{'s' * (total != 1)}: " + ", ".join(f"{name} {won}" for name, won in counts.most_common())
@@ -312,7 +312,7 @@ def _styled(cell: Cell | None, row: TableRow) -> Text:
 
 
 def winner(row: TableRow) -> str:
-    """Return the fastest backend, or all that are tied."""
+    """Return the name of the fastest backend, or of all backends that are tied."""
     return " = ".join(row.winners) or "none"
 
 
@@ -322,7 +322,7 @@ def speedup(row: TableRow) -> str:
 
 
 def software(device: DeviceIdentity) -> str:
-    """Return what the times depend on besides the device, in one line."""
+    """Return one line with the software on which the times depend."""
     parts = [f"compute capability {device.compute_capability}"] if device.compute_capability else []
     parts += [f"driver {device.driver}"] if device.driver else []
     parts += [f"{device.clock_mhz} MHz"] if device.clock_mhz else []

@@ -1,6 +1,6 @@
 """Worker process for whole generations with one backend: `python -m headway.bench.crossover.worker`.
 
-Reads one request and answers with events, see `worker_protocol.events`.
+The process reads one request and answers with events; see `worker_protocol.events`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _generate(llm: LLM, prompts: Sequence[list[int]], wanted: Sequence[int]) -> 
 
 
 def _served(llm: LLM) -> dict[str, int]:
-    """Return the number of steps of each backend since the start."""
+    """Return backend -> number of its steps since the start."""
     return dict(llm.engine.stats.steps_by_backend)
 
 

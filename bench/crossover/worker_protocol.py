@@ -13,7 +13,7 @@ COMPILING_SECONDS = 60.0
 
 
 def events(child: Child, request: object, cell_limit: float) -> Iterator[dict[str, Any]]:
-    """Send a process its request and yield its events.
+    """Send a request to a worker process and yield the process's events.
 
     The last event is "late" if a generation took longer than `cell_limit` seconds, or "ended" with a `reason`.
     """

@@ -22,7 +22,7 @@ Error = float | None
 
 
 class LayerDiff(BaseModel):
-    """One layer in one phase."""
+    """Errors of one layer in one phase."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -32,7 +32,7 @@ class LayerDiff(BaseModel):
     heads: list[Error]
     """Error of each query head."""
     free_running: Error
-    """Error if each side uses the q, k and v of its own run, which includes errors of earlier layers."""
+    """Error of the layer's output if each side uses q, k and v of its own run, which includes errors of earlier layers."""
 
     @property
     def worst_head(self) -> int:
@@ -41,7 +41,7 @@ class LayerDiff(BaseModel):
 
     @property
     def mean(self) -> Error:
-        """Mean error of the heads. None if one is not finite."""
+        """Mean error of the heads. None if any head's error is not finite."""
         numbers = [error for error in self.heads if error is not None]
         return sum(numbers) / len(numbers) if len(numbers) == len(self.heads) else None
 
@@ -63,7 +63,7 @@ class Flip(BaseModel):
 
 
 class PhaseDiff(BaseModel):
-    """All tokens of one phase."""
+    """Differences over all tokens of one phase."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -83,16 +83,16 @@ class PhaseDiff(BaseModel):
     logits_error: Error
     """Relative error of the logits, with each side on its own run."""
     flip_rate: float
-    """Share of positions with different greedy next tokens, with each side on its own run over the same tokens."""
+    """Fraction of positions with different greedy next tokens, with each side on its own run over the same tokens."""
     flips: list[Flip]
-    """The first flips."""
+    """The first flips found, at most MAX_FLIPS."""
     kl_mean: Error
     """Mean KL(A || B) of the next token's distribution in nats, with each side on its own run."""
     kl_max: Error
 
 
 class SideReport(BaseModel):
-    """One side, as requested and as run."""
+    """One side of the comparison, as requested and as run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -102,11 +102,11 @@ class SideReport(BaseModel):
     weights: str = ""
     """Description of the side's weights; "" if both sides have the same."""
     products: list[str] = []
-    """Kernel of each kind of quantized linear layer for which there is a choice."""
+    """Kernel used for each kind of quantized linear layer for which there is a choice."""
 
 
 class DiffReport(ResultFile):
-    """Result of one run."""
+    """Result of one run of `headway diff`."""
 
     schema_: Literal["headway.diff/1"] = Field(default="headway.diff/1", alias="schema")
     command: str
@@ -128,7 +128,7 @@ class DiffReport(ResultFile):
 
 
 def size(error: Error) -> float:
-    """Return an error for comparisons; infinity if it is not finite."""
+    """Return an error as a number to compare: infinity if it is not finite."""
     return float("inf") if error is None else error
 
 
@@ -230,7 +230,7 @@ def _flips(report: DiffReport) -> Table:
 
 
 _LISTED = 8
-"""Number of positions in the table; a result file has more."""
+"""Maximum number of positions in the printed table; a result file has more."""
 
 
 def _show(error: Error) -> str:
@@ -241,7 +241,7 @@ def _show(error: Error) -> str:
 
 _WHOLE, _HEADS, _OWN, _LIMIT = "#4477aa", "#99bbdd", "#ccbb44", "#aa3377"
 _SMALLEST = 1e-9
-"""Errors of 0 are drawn here, since the axis is logarithmic."""
+"""Position on the logarithmic axis at which errors of 0 are drawn."""
 
 
 def to_png(report: DiffReport) -> bytes:

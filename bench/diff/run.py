@@ -1,4 +1,4 @@
-"""The comparison: B generates, A is compared with it on B's q, k and v, and once more on A's own run."""
+"""The comparison: B generates; A is compared with B on B's q, k and v, and again on A's own run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class RelativeErrors:
         self._sums[layer] = self._sums[layer] + sums if layer in self._sums else sums
 
     def layers(self) -> list[int]:
-        """Return the layers that were added."""
+        """Return the indices of the layers that were added."""
         return sorted(self._sums)
 
     def heads(self, layer: int) -> list[Error]:
-        """Return one error per head."""
+        """Return the relative error of each head of a layer."""
         return [_relative(*pair) for pair in self._sums[layer].T.tolist()]
 
     def whole(self, layer: int) -> Error:
@@ -77,7 +77,7 @@ class NextTokens:
 
     @property
     def flip_rate(self) -> float:
-        """Share of positions with different greedy tokens."""
+        """Fraction of positions with different greedy tokens."""
         return self.flipped / self.positions
 
     @property
@@ -114,7 +114,7 @@ _LOGIT_ROWS = 64
 
 
 class _Phase:
-    """Statistics of one phase."""
+    """Statistics accumulated over one phase."""
 
     def __init__(self) -> None:
         self.forced = RelativeErrors()

@@ -109,7 +109,7 @@ class DiffStep:
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
-    """Cache layout, block size and backend options."""
+    """Options of a side: cache layout, block size and backend options."""
 
     kv_layout: str = "auto"
     block_size: int | None = None
@@ -149,7 +149,7 @@ class Side(Protocol):
         """Return the name of the kernel for the first layer."""
 
     def tolerance(self, phase: Phase) -> float:
-        """Return the declared relative error in the model's dtype."""
+        """Return the declared maximum relative error in the model's dtype."""
 
     def open(self, max_lens: Sequence[int]) -> SideRun:
         """Allocate caches for sequences with these maximum lengths."""
@@ -228,7 +228,7 @@ class ReferenceSide:
         self._specs = specs
 
     def backend(self, phase: Phase) -> str:
-        """Return the side's own name."""
+        """Return the side's own name, since it has no backend."""
         return self.name
 
     def kernel(self, phase: Phase) -> str:
@@ -295,7 +295,7 @@ class _ReferenceRun:
         self._metadata = self._blocks.metadata(step, self._specs[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return float64, so that the comparison sees unrounded values."""
+        """Return attention in float64, so that the comparison uses unrounded values."""
         assert self._metadata is not None, "begin() a step first"
         cache = self._caches[layer]
         write_rows(k, v, cache, self._metadata.slot_mapping)

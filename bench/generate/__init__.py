@@ -1,1 +1,1 @@
-"""Benchmarks of whole generations, offline: tokens per second and share of the roofline."""
+"""Benchmarks of whole generations, offline: tokens per second and fraction of the roofline."""

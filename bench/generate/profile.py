@@ -1,6 +1,6 @@
 """Profile of a few decode steps in the middle of a generation: GPU idle share and a trace.
 
-The profiler slows the host but hardly the kernels. Step time is therefore measured without it, and GPU busy time in later
+The profiler slows the host but hardly slows the kernels. Step time is therefore measured without it, and GPU busy time in later
 steps with it.
 """
 
@@ -23,7 +23,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.system.json_files import write_bytes
 
 STEP = "headway.step"
-"""Name of a step in a trace."""
+"""Name under which a step appears in a trace."""
 MAX_STEPS = 20
 _SETTLED = 3
 """Number of consecutive decode-only steps before profiling."""
@@ -48,7 +48,7 @@ class Window:
         self._engine = engine
         self._device = device
         self.num_steps = min(MAX_STEPS, min(requests.output_lens) // 8)
-        """Number of profiled steps; 0 if the outputs are too short."""
+        """Number of steps to profile; 0 if the outputs are too short."""
         engine.forget_prefixes()
         for number, prompt in enumerate(requests.halfway() if self.num_steps else []):
             room = engine.capacity.max_model_len - len(prompt)

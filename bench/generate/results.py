@@ -36,37 +36,37 @@ class OfflineCell(BaseModel):
     seconds: float
     """Seconds from the first request to the last token."""
     tokens_per_second: float
-    """Output tokens divided by `seconds`."""
+    """Output tokens per second: their number divided by `seconds`."""
     fastest: float
-    """Tokens per second of the fastest timed pass; `slowest` is the slowest pass."""
+    """Tokens per second of the fastest timed pass. `slowest` is the rate of the slowest pass."""
     slowest: float
     time_to_first_token_ms: float
-    """Mean over the requests."""
+    """Mean time to first token over the requests, in milliseconds."""
     time_per_output_token_ms: float | None
     """Mean over the requests of the time per token after the first. None if no request has two tokens."""
     roofline_share: float | None
-    """floor_seconds / seconds. None, like the next two, for transformers implementations, whose GEMMs are not counted."""
+    """Ratio floor_seconds / seconds. None, like the next two, for transformers implementations, whose GEMMs are not counted."""
     floor_seconds: float | None
-    """Minimum seconds by headway.bench.generate.roofline, including prefill_floor_seconds."""
+    """Minimum seconds according to headway.bench.generate.roofline, including prefill_floor_seconds."""
     prefill_floor_seconds: float | None
-    """Prompt operations divided by the device's matrix rate."""
+    """Minimum seconds of the prompts: their operations divided by the device's matrix rate."""
     num_steps: int
     num_graph_steps: int
-    """Steps that replayed one CUDA graph."""
+    """Number of steps that replayed one CUDA graph."""
     steps_in_pieces: dict[str, int] = Field(default_factory=dict)
-    """Steps with piecewise CUDA graphs, by reason; empty in files from before 2026-11-22."""
+    """Reason -> number of steps with piecewise CUDA graphs; empty in files from before 2026-11-22."""
     steps_without_graph: dict[str, int] = Field(default_factory=dict)
     """Steps without a CUDA graph although graphs were enabled, by reason; empty in files from before 2026-11-22."""
     compilations: dict[str, int] = Field(default_factory=dict)
-    """Kernels compiled during the pass, by name; empty in files from before 2026-11-22."""
+    """Kernel's name -> number of compilations during the pass; empty in files from before 2026-11-22."""
     num_preemptions: int
     host_ms_per_step: float
-    """Host time without waiting for the device."""
+    """Host time per step in milliseconds, without waiting for the device."""
     host_ms_by_part: dict[str, float] = Field(default_factory=dict)
     """Milliseconds per step of each part of the host time, and of the client ("outputs"), which is additional; empty in files
     from before 2026-11-23."""
     wait_ms_per_step: float
-    """Host time blocked on the device."""
+    """Host time per step in milliseconds during which it waits for the device."""
     gpu_idle_share: float | None
     """1 - (kernel and copy time per step) / (step time), by headway.bench.generate.profile. None on a CPU."""
     steps_by_backend: dict[str, int]
@@ -82,7 +82,7 @@ class OfflineReport(ResultFile):
     busy: str = ""
     """CPU load of other processes at the start or end of the run; empty if negligible."""
     date: str
-    """UTC, ISO 8601."""
+    """Date and time of the run: UTC, ISO 8601."""
     model: str
     load_format: str
     dtype: str
@@ -93,7 +93,7 @@ class OfflineReport(ResultFile):
     start_seconds: float
     """Seconds until the engine was ready (weights, self-tests, cache, graphs), without imports."""
     settings: dict[str, str]
-    """Backends by phase, cache and limits in effect."""
+    """Name -> value of settings in effect: backends by phase, cache and limits."""
     device: DeviceInfo
     read_gbps: float
     """Measured read rate of a large sum, used by the roofline."""
@@ -124,7 +124,7 @@ class PeersFile(ResultFile):
     measured_by: str = ""
     """Source of the results if not a command of Headway; empty for `python -m headway.bench.studies.engines`."""
     command: str = ""
-    """The command of such a run, as typed."""
+    """Command of the run that measured the results, as typed."""
     origin: Origin | None = None
     peers: list[PeerEngine]
 
@@ -141,7 +141,7 @@ class Share(BaseModel):
 
 
 class KernelShares(BaseModel):
-    """Results of one kernel."""
+    """Results of one kernel, compared with libraries."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -176,14 +176,14 @@ COLUMNS = (
     "graphs",
 )
 """Columns; one row per workload. "spread": half of fastest minus slowest. "of floor": the roofline's share, minimum time over
-time. Times: to first token, per later token, host time per step. "graphs": share of steps that replayed one graph; notes below
-the table explain the others."""
+time. Times: to first token, per later token, host time per step. "graphs": fraction of steps that replayed one graph; notes below
+the table explain the other steps."""
 _ROOMY = 90
 """Minimum console width, in characters, for wide columns."""
 
 
 def print_offline(report: OfflineReport, console: Console) -> None:
-    """Print device, settings and table."""
+    """Print the device, the settings and the table of results."""
     console.print(describe(report.device) + f", read {report.read_gbps:.0f} GB/s", highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in report.settings.items()), highlight=False)
     title = (

@@ -26,12 +26,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Floor:
-    """Minimum seconds."""
+    """Minimum seconds of a generation, by part."""
 
     decode: float
-    """Every step's weights, and K and V of every decoded token's context, read once."""
+    """Seconds to read every step's weights once, and K and V of every decoded token's context."""
     prefill: float
-    """Floating-point operations of the prompts, minus the time to read weights in these steps, which `decode` includes."""
+    """Seconds to compute the prompts, minus the time to read weights in these steps, which `decode` includes."""
 
     @property
     def total(self) -> float:

@@ -27,12 +27,12 @@ from headway.tuning.measure.timing import Timer
 
 @dataclass(frozen=True)
 class OfflineOptions:
-    """Options of a run."""
+    """Options of an offline run."""
 
     repeat: int = 3
-    """Number of timed passes; the one with the median rate counts."""
+    """Number of timed passes; the pass with the median rate counts."""
     warmup: int = 1
-    """Number of untimed passes first."""
+    """Number of untimed passes before the timed ones."""
     adapters: int = 0
     """Number of adapters that requests use in turn, in passes in addition to those without adapters. 0 means none."""
     trace: Path | None = None
@@ -47,9 +47,9 @@ class _Pass:
 
     seconds: float
     first_seconds: float
-    """Mean time to the first token."""
+    """Mean time to the first token, in seconds."""
     later_seconds: float | None
-    """Mean time per token after the first."""
+    """Mean time per token after the first, in seconds."""
     stats: EngineStats
 
 
@@ -219,7 +219,7 @@ def _summary(
 
 
 def _floor(llm: LLM, requests: Requests, stats: EngineStats, rates: Rates, ranks: int) -> tuple[float, float] | None:
-    """Return the minimum seconds of all work and of the prompts; None for transformers implementations."""
+    """Return the minimum seconds for all work and for the prompts only, or None for transformers implementations."""
     if not isinstance(llm.model.decoder, Decoder):
         return None
     decoder = llm.model.decoder

@@ -50,11 +50,11 @@ class EngineResult(BaseModel):
     time_per_output_token_ms: float
     """Mean over the prompts of the time per token after the first."""
     same_tokens: float | None = None
-    """Share of the output tokens, up to each text's end, that equal Headway's. None for Headway itself."""
+    """Fraction of the output tokens, up to each text's end, that equal Headway's. None for Headway itself."""
 
 
 class ThroughputReport(BaseModel):
-    """Result of one run."""
+    """Result of one throughput comparison."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -203,10 +203,10 @@ class TransformersPeer:
 
 
 def same_tokens(ours: Generated, theirs: Generated, eos: frozenset[int]) -> float:
-    """Return the share of equal tokens, counting each text up to its first end-of-text token in `ours`, and equal up to the
+    """Return the fraction of equal tokens, counting each text up to its first end-of-text token in `ours`, and equal up to the
     first difference.
 
-    After the end the two differ by construction: only one may generate the end-of-text token.
+    After that token the two differ by construction: only one may generate the end-of-text token.
     """
     compared = equal = 0
     for a, b in zip(ours, theirs, strict=True):

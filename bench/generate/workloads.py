@@ -19,12 +19,12 @@ class Requests:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Total number of tokens in all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """Total number of tokens in all outputs."""
         return sum(self.output_lens)
 
     def halfway(self) -> list[list[int]]:
@@ -36,7 +36,7 @@ class Requests:
 
 
 class RequestSet(Protocol):
-    """One row of the result."""
+    """Workload of one row of the result: a set of requests."""
 
     @property
     def label(self) -> str:
@@ -83,7 +83,7 @@ class RandomTokens:
 
     @property
     def max_len(self) -> int:
-        """Tokens of every request."""
+        """Number of tokens of every request, prompt plus output."""
         return self.input_len + self.output_len
 
     def requests(self, vocab_size: int) -> Requests:
@@ -107,7 +107,7 @@ class Nano:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest request."""
+        """Number of tokens of the longest request, prompt plus output."""
         drawn = self.requests(0)
         return max(len(prompt) + size for prompt, size in zip(drawn.prompts, drawn.output_lens, strict=True))
 
@@ -139,7 +139,7 @@ _MOST: Final = 1 << 20
 
 
 def parse_sizes(option: str, text: str) -> list[int]:
-    """Return integers from a text such as "1,16,64". :raises ConfigError: if the text has another form."""
+    """Return integers from a text such as "1,16,64". :raises ConfigError: if the text has a different form."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 and 0 < int(part) <= _MOST for part in parts):
         raise ConfigError(option, f"whole numbers from 1 to {_MOST:,}, such as 16 or 1,16,64", repr(text))

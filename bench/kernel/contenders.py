@@ -42,7 +42,7 @@ class Entry:
 
 
 EntriesOf = Callable[[AttentionWork, "Sequence[str] | None", "Sequence[int] | None"], list[Entry]]
-"""(work, layouts, block sizes) -> its rows, in display order."""
+"""Function (work, layouts, block sizes) -> the contender's rows, in display order."""
 
 
 def entrants(
@@ -54,7 +54,7 @@ def entrants(
 ) -> tuple[list[ContenderRecord], EntriesOf]:
     """Return all contenders, with reasons for unavailable ones, and a function that makes the rows of one workload.
 
-    A backend requested by name gets a row with the reason even if it cannot run; others are then only listed.
+    A backend requested by name gets a row with the reason even if it cannot run; other backends are then only listed.
     :raises UnknownBackendError: if a backend is not registered.
     :raises ConfigError: if backends are named but the phase does not call any.
     """
@@ -145,10 +145,10 @@ def _writer_entries(
 
 
 Call = Callable[[], Tensor]
-"""One call; returns [num_tokens, num_heads, head_dim], possibly with leading dimensions."""
+"""Call of a kernel, which returns [num_tokens, num_heads, head_dim], possibly with leading dimensions."""
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Maximum accepted relative error by dtype. Peers support only these dtypes."""
+"""Dtype -> maximum accepted relative error. Peers support only these dtypes."""
 
 
 class KernelPeer(ABC):
@@ -160,7 +160,7 @@ class KernelPeer(ABC):
     package: str
     """Top-level package of the library."""
     block_size: int = 0
-    """Block size of the paged cache from which the kernel decodes; 0 if it does not decode."""
+    """Block size of the paged cache that the kernel reads in decode; 0 if it does not support decode."""
     phases: frozenset[PhaseName] = frozenset({"decode", "prefill"})
     uniform_query_len: int = 1
     """Maximum number of query tokens per sequence in decode, equal for all sequences."""

@@ -62,7 +62,7 @@ class ProductLayers:
     dense: Tensor
     """float32 [out_features, in_features]: the first layer's dequantized weight."""
     num_bytes: int
-    """Bytes of one weight, including its scales."""
+    """Size of one weight in bytes, including its scales."""
 
     @classmethod
     def drawn(cls, shape: tuple[int, int], form: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ProductLayers:
@@ -113,9 +113,9 @@ class LinearCandidates:
     """All kernels for some layers."""
 
     of: Callable[[Tensor], Sequence[TimedProduct]]
-    """Returns the kernels that support x."""
+    """Function that returns the kernels that support x."""
     chosen: Callable[[int], str] = field(default=lambda rows: "")
-    """Returns the name of the kernel that an engine chooses for a number of rows; "" if there is no choice."""
+    """Function that returns the kernel that an engine chooses for a number of rows; "" if there is no choice."""
     source: str = "its form"
     """Source of the choice: measurement or heuristic."""
 
@@ -152,7 +152,7 @@ def _on_gpu(layers: ProductLayers, device: torch.device) -> LinearCandidates:
 
 
 def _by(kernel: LinearKernel) -> Step:
-    """Return a step with one kernel, which is bound to each layer once."""
+    """Return a step that runs one kernel, which is bound to each layer once."""
     bound: dict[Linear, Callable[..., Tensor]] = {}
 
     def step(x: Tensor, linear: Linear) -> Tensor:

@@ -48,13 +48,13 @@ _MULTIPLES = {"int4": 128, "mxfp4": 32}
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """Options of a run."""
+    """Options of a run of `--linear`."""
 
     shapes: Sequence[tuple[int, int]]
     """(out_features, in_features) of each layer."""
     forms: Sequence[str] = FORM_NAMES
     rows: Sequence[int] = (1, 4, 16, 64)
-    """Numbers of rows of x."""
+    """Numbers of rows of x to time."""
     dtype: torch.dtype | None = None
     """Element type of x. None means bfloat16 on a GPU, float32 on a CPU."""
     device: torch.device = field(default_factory=default_device)
@@ -83,7 +83,7 @@ class ProductTime(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     shape: str
-    """OUTxIN."""
+    """Shape of the weight as OUTxIN."""
     form: str
     rows: int
     way: str
@@ -97,7 +97,7 @@ class ProductTime(BaseModel):
     p20_us: float | None = None
     p80_us: float | None = None
     floor_us: float
-    """Microseconds of the larger of two lower bounds: bytes at the memory's rate, operations at the rate for x's element type."""
+    """Larger of two lower bounds, in microseconds: bytes at the memory's rate, operations at the rate for x's element type."""
     bound: Literal["bytes", "operations"]
     """The larger of the two lower bounds."""
     relative_error: float | None = None
@@ -106,7 +106,7 @@ class ProductTime(BaseModel):
 
 
 class ProductsBench(ResultFile):
-    """Result of one run."""
+    """Result of one run of `--linear`."""
 
     schema_: Literal["headway.kernel_products/1"] = Field(default="headway.kernel_products/1", alias="schema")
     command: str

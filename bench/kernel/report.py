@@ -78,7 +78,7 @@ def step_bytes(spec: StateSpec, batch: int, query_len: int) -> int:
 
 def print_state_report(table: CrossoverTable, spec: StateSpec, peak: DevicePeak, copy_gbps: float, console: Console) -> None:
     """Print the layer, tables of steps and scans, and reasons for missing times. peak: the device's. If its bandwidth is unknown,
-    rates are shares of the measured copy rate."""
+    rates are given as fractions of the measured copy rate."""
     most = peak.gbps or copy_gbps
     of = f"{most:,.0f} GB/s, " + (f"the peak ({peak.source})" if peak.gbps else "the measured rate of a large copy")
     console.print(Text(f"{table.device.name}, {table.spec}"), soft_wrap=True)
@@ -155,7 +155,7 @@ def print_report(report: KernelReport, console: Console) -> None:
 
 
 def describe(device: DeviceInfo) -> str:
-    """Return two lines: the device with its software, and its measured limits."""
+    """Return two lines: the device with its software, and the device's measured limits."""
     parts = [device.name]
     parts += [f"compute capability {device.compute_capability}, {device.sm_count} SMs"] if device.sm_count else []
     parts += [f"{device.threads} thread{'s' if device.threads > 1 else ''}"] if device.threads else []

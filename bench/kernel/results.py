@@ -76,10 +76,10 @@ class KernelCell(BaseModel):
     case: str
     """The case as requested, in the grammar of headway.core.oracle.cases."""
     geometry: str
-    """num_heads/num_kv_heads/head_dim."""
+    """Geometry of the layer as num_heads/num_kv_heads/head_dim."""
     layout: str
     block_size: int | None
-    """None if no cache is read (a peer's dense prefill)."""
+    """Block size of the cache. None if no cache is read (a peer's dense prefill)."""
     dtype: str
     """Element type of q, k, v and out."""
     kv_dtype: str
@@ -97,9 +97,9 @@ class KernelCell(BaseModel):
     host_us: float | None = None
     """Host microseconds until a step's call returns, including `plan`. None on a CPU, where it is the whole time."""
     gbps: float | None = None
-    """Decode: bytes of K and V read once. Write: bytes read plus written. In GB/s."""
+    """Rate in GB/s. Decode: bytes of K and V, read once. Write: bytes read plus written."""
     tflops: float | None = None
-    """Prefill: 4 * head_dim * num_heads * keys seen, summed over the queries. In TFLOP/s."""
+    """Rate of prefill in TFLOP/s, with 4 * head_dim * num_heads * keys seen operations, summed over the queries."""
     fraction: float | None = None
     """Rate divided by the device's measured copy rate (decode, write) or matrix rate (prefill)."""
     peak_fraction: float | None = None
@@ -155,9 +155,9 @@ class SlowerCell(BaseModel):
     layout: str
     block_size: int | None
     median_us: float | None
-    """None if its result was wrong or it raised."""
+    """Median time in microseconds. None if the result was wrong or the backend raised an error."""
     than_us: float
-    """Microseconds of the other backend."""
+    """Median time of the backend to compare with, in microseconds."""
     factor: float | None
     """median_us / than_us."""
     reason: str = ""
@@ -180,7 +180,7 @@ class SpeedComparison(BaseModel):
     most: float
     """Maximum allowed ratio of times."""
     compared: int
-    """Number of cells in which both, or only the other backend, were measured."""
+    """Number of cells in which both backends, or only the backend to compare with, were measured."""
     slower: list[SlowerCell]
 
     @property
@@ -194,7 +194,7 @@ class SpeedComparison(BaseModel):
 
 
 class KernelReport(ResultFile):
-    """Result of one run."""
+    """Result of one run of `headway bench kernel`."""
 
     schema_: Literal["headway.kernel/1"] = Field(default="headway.kernel/1", alias="schema")
     command: str

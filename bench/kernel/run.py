@@ -180,7 +180,7 @@ def _contender(entry: Entry, case: Case, expected: Tensor | None, block_size: in
 
 
 def _to_cell(work: AttentionWork, entry: Entry, measured: Measurement, report: KernelReport) -> KernelCell:
-    """Return the result with rates computed from times: GB/s and TFLOP/s."""
+    """Return the result as a cell, with rates in GB/s and TFLOP/s computed from its times."""
     times: dict[str, float | None] = {}
     if measured.timing is not None:
         us, peak = measured.timing.median_us, report.peak or DevicePeak()

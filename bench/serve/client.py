@@ -1,4 +1,4 @@
-"""HTTP client with little overhead per token, so that the server is measured: one connection per request, parsed by httptools."""
+"""HTTP client with little overhead per token, so that times are the server's: one connection per request, with httptools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServerAnswer:
     """Token ids, if the server returns them."""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """Output tokens by the server's usage, or else the number of events."""
+    """Number of output tokens, from the server's usage or else the number of events."""
     cached_tokens: int = 0
 
 
@@ -46,7 +46,7 @@ class RequestSender(Protocol):
     """Client interface that a run needs."""
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> ServerAnswer:
-        """Send a request."""
+        """Send a request and return the answer."""
 
 
 class _Reader(asyncio.Protocol):

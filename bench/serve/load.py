@@ -19,7 +19,7 @@ class Length:
     """One kind of request of a mix."""
 
     input_len: int
-    """Tokens of a prompt, without the shared prefix."""
+    """Number of tokens in a prompt, without the shared prefix."""
     output_len: int
     weight: float = 1.0
 
@@ -62,7 +62,7 @@ class Load:
     """Number of conversations."""
     mix: Sequence[Length]
     shared_prefix: int = 0
-    """Tokens of a system prompt before every conversation."""
+    """Length in tokens of a system prompt before every conversation."""
     num_prefixes: int = 1
     """Number of different system prompts, drawn uniformly."""
     turns: int = 1

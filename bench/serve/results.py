@@ -106,7 +106,7 @@ class ServeCell(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     mode: Literal["online", "offline", "naive"]
-    """online: requests arrive at a rate; offline: all at once; naive: one after the other."""
+    """Mode of arrival. online: requests arrive at a rate; offline: all at once; naive: one after the other."""
     rate: float | None
     """Requests per second, in online mode."""
     burstiness: float | None
@@ -122,19 +122,19 @@ class ServeCell(BaseModel):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    """Prompt tokens that were prefix cache hits on the server; 0 if it does not report them."""
+    """Number of prompt tokens that were prefix cache hits on the server; 0 if the server does not report it."""
     time_to_first_token_ms: Spread | None
     time_per_output_token_ms: Spread | None
     """Each request's mean time per token after the first."""
     inter_token_latency_ms: Spread | None
-    """Time from each event with text to the next."""
+    """Time from each event with text to the next such event."""
     end_to_end_ms: Spread | None
     lateness_ms: Spread | None
     """Time by which requests were sent later than planned: the client's own delay."""
     goodput: float | None
     """Requests per second that met every limit. None without limits."""
     good_share: float | None
-    """Share of all requests that met every limit."""
+    """Fraction of all requests that met every limit."""
     profile: StepsProfile | None = None
     """Breakdown of the server's step time, with --profile."""
 
@@ -145,13 +145,13 @@ class ServeCell(BaseModel):
 
 
 class ServeReport(ResultFile):
-    """One run against one server."""
+    """Result of one run against one server."""
 
     schema_: Literal["headway.serve/1"] = Field(default="headway.serve/1", alias="schema")
     command: str
     origin: Origin
     date: str
-    """UTC, ISO 8601."""
+    """Date and time of the run: UTC, ISO 8601."""
     busy: str = ""
     """Load of other processes on the client's CPU at the start or end of the run."""
     url: str

@@ -1,4 +1,4 @@
-"""A run: conversations sent to a server at a rate, all at once or one by one, and its results."""
+"""Run of a load test: conversations are sent to a server at a rate, all at once or one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sending:
     endpoint: Literal["completions", "chat"] = "completions"
     temperature: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of every body."""
+    """Additional fields of every request body."""
 
 
 async def run_cell(
@@ -132,7 +132,7 @@ def summary(
 
 
 def times(answer: ServerAnswer) -> dict[str, float]:
-    """Return the milliseconds of a request by limit name."""
+    """Return limit name -> the request's time in milliseconds."""
     first, last = answer.token_times[0], answer.token_times[-1]
     found = {"ttft": 1e3 * (first - answer.sent), "e2e": 1e3 * (last - answer.sent)}
     if answer.output_tokens > 1:

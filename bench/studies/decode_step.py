@@ -1,4 +1,4 @@
-"""One decode step of a model with random weights in a CUDA graph: microseconds, share of the memory roofline, and the time
+"""One decode step of a model with random weights in a CUDA graph: microseconds, fraction of the memory roofline, and the time
 that attention adds per layer.
 
 python -m headway.bench.studies.decode_step --model qwen3-0.6b --batch-size 1,16,64 --context 512

@@ -53,9 +53,9 @@ class PeerOptions:
     quantization: str | None = None
     """Format to which plain weights are quantized while loading; only for vLLM."""
     python: str = "python3"
-    """Python with llama-cpp-python."""
+    """Python interpreter that has llama-cpp-python."""
     threads: int = 2
-    """Number of threads of llama.cpp."""
+    """Number of threads for llama.cpp."""
 
     def __post_init__(self) -> None:
         if self.engine not in (*ENGINES, LLAMA):

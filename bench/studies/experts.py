@@ -24,7 +24,7 @@ from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.timing import Timer
 
 _FILE_WIDTH = 160
-"""Columns of the table if the output is not a terminal."""
+"""Width of the table in columns if the output is not a terminal."""
 
 
 def experts(

@@ -43,7 +43,7 @@ class ExpertsCell(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     way: str
-    """Kernel of Headway, or a library."""
+    """Name of the method: a kernel of Headway, or a library."""
     peer: bool
     """True for a library called without Headway."""
     shape: str
@@ -53,7 +53,7 @@ class ExpertsCell(BaseModel):
     median_us: float | None = None
     """Microseconds of the GEMMs and the weighted sum over experts, in a CUDA graph with a flushed L2 cache; routing is given."""
     layer_us: float | None = None
-    """Microseconds of the layer including norm, router and routing. None for peers."""
+    """Time of the layer in microseconds, including norm, router and routing. None for peers."""
     relative_error: float | None = None
     """||out - reference|| / ||reference||."""
     reason: str = ""
@@ -65,7 +65,7 @@ class ExpertsCell(BaseModel):
 
 
 class ExpertsReport(ResultFile):
-    """Result of one run."""
+    """Result of one run of the experts study."""
 
     schema_: Literal["headway.bench_experts/1"] = Field(default="headway.bench_experts/1", alias="schema")
     command: str
@@ -79,7 +79,7 @@ class ExpertsReport(ResultFile):
     read_gbps: float
     """Measured read rate in GB/s."""
     libraries: dict[str, str]
-    """Peer -> its version, or why it is unavailable."""
+    """Peer -> the peer's version, or why it is unavailable."""
     chosen: dict[str, str]
     """Shape -> Headway's chosen kernels by token count."""
     cells: list[ExpertsCell]
@@ -92,7 +92,7 @@ MakeLayer = Callable[[ExpertsConfig, RoutedWeights], Layer]
 
 @dataclass(frozen=True)
 class ExpertsPeer:
-    """An installed library."""
+    """An installed library, as a peer for expert layers."""
 
     name: str
     version: str

@@ -181,7 +181,7 @@ def _read_folder(name: str, num_layers: int | None) -> PlannedModel:
 
 @cache
 def h200_tables() -> tuple[MeasuredLayer, ...]:
-    """Return the repository's crossover tables of an H200."""
+    """Return the times in the repository's crossover tables for an H200."""
     return tuple(MeasuredLayer.of(read_table(RESULTS / f"crossover-{heads}-8-128.json")) for heads in (16, 32))
 
 
@@ -192,7 +192,7 @@ class _Recorder:
         self.works: list[StepWork] = []
 
     def step(self, work: StepWork) -> StepParts:
-        """Record a step."""
+        """Record a step's work."""
         self.works.append(work)
         return StepParts(products=1e6)
 

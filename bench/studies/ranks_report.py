@@ -93,7 +93,7 @@ class RanksReport(ResultFile):
     """Date of the newest file."""
     device: str
     origin: Origin | None = None
-    """The code that wrote that file."""
+    """Code that wrote the newest file."""
     rows: list[RanksRow]
     median_off: float | None
     """Median absolute error of all predictions in percent. None without predictions."""
@@ -113,7 +113,7 @@ class _Measured(NamedTuple):
 
     @property
     def work(self) -> str:
-        """The workload in words."""
+        """Text that describes the workload."""
         return f"{self.report.model}{', fp8' if self.weights == 'fp8' else ''}, {self.cell.label}"
 
     @property
@@ -228,7 +228,7 @@ def median_text(report: RanksReport) -> str:
 
 
 def print_report(report: RanksReport, console: Terminal) -> None:
-    """Print both tables."""
+    """Print the tables of whole generations and of all-reduce times."""
     columns = columns_of(report)
     table = Table(title=f"{report.device}, output tokens per second", box=box.SIMPLE_HEAD)
     for name in columns:
@@ -247,7 +247,7 @@ def print_report(report: RanksReport, console: Terminal) -> None:
 
 
 def markdown(report: RanksReport) -> str:
-    """Return both tables as Markdown."""
+    """Return the tables of whole generations and of all-reduce times as Markdown."""
     columns = columns_of(report)
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in zip(*columns.values(), strict=True)]

@@ -25,7 +25,7 @@ _UNSHIPPED = {"variant", "relative_error", "tolerance", "prior"}
 
 def ship(path: Path, folder: Path) -> Path:
     """Write a measured table in the form that ships. Return its path. path: a complete kernel-level table of any kind.
-    :raises ConfigError: if the file is another one, incomplete, or made by modified or unknown sources."""
+    :raises ConfigError: if the file is not such a table, is incomplete, or was made by modified or unknown sources."""
     table = read_table(path, kind=None)
     if table.level != "kernel" or not table.complete:
         raise ConfigError("ship", "a whole table of level kernel", f"{path}: level {table.level}, complete: {table.complete}")

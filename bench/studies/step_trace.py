@@ -35,9 +35,9 @@ class KernelShare:
     name: str
     launches: int = 0
     busy: float = 0.0
-    """Time in which it ran and no earlier kernel did; summed over all kernels, this is the GPU's busy time."""
+    """Time in which this kernel ran and no earlier kernel did. Summed over all kernels, this is the GPU's busy time."""
     idle: float = 0.0
-    """Idle time directly before its launches."""
+    """Idle time of the GPU directly before the kernel's launches."""
 
 
 @dataclass(frozen=True)

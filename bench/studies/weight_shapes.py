@@ -1,4 +1,4 @@
-"""Create a folder with a model's config.json for another weight format, to be used with random weights.
+"""Create a folder with a model's config.json for a different weight format, to be used with random weights.
 
 python -m headway.bench.studies.weight_shapes w4a16 FOLDER --model llama-3-8b
 
@@ -74,7 +74,7 @@ def weight_shapes(
     model: Annotated[str, typer.Option(help="Shape that ships with Headway, or a folder with a config.json.")] = "llama-3-8b",
     weights: Annotated[bool, typer.Option(help="Also write random weights, only for mxfp4, on a GPU if available.")] = False,
 ) -> None:
-    """Write the config.json of a model for another weight format."""
+    """Write the config.json of a model for a different weight format."""
     if form not in FORMS:
         raise ConfigError("form", ", ".join(FORMS), form)
     if weights and form != "mxfp4":

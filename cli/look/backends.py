@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from headway.core.select.kernels import KernelRegistry
 
 Row = dict[str, Any]
-"""A backend as plain data, without its claims if its module does not load."""
+"""A backend as plain data, without its capabilities if its module does not load."""
 
 
 def _described(kernels: KernelRegistry[Any, Any], name: str, own: Callable[[Any], Row]) -> Row:
-    """Describe a backend. own: returns the entries that only its kind has."""
+    """Describe a backend. own: function that returns the entries that only its kind of backend has."""
     from headway.core.contract.metadata import Phase
 
     entry, available = kernels.entries[name], kernels.availability(name)

@@ -28,7 +28,7 @@ _REASON_CHARACTERS = 160
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False, plugin: PluginFiles = None
 ) -> None:
-    """Show what is ready on this machine, and what installs the rest.
+    """Show the backends that are ready on this machine, and the commands that install the others.
 
     --json also gives every reason why a backend is not ready.
     """
@@ -74,7 +74,7 @@ def _vllm_library(machine: Machine) -> dict[str, Any]:
 
 
 def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict[str, Any]]:
-    """Return each backend of one kind, whether it is available, and advice if it is not."""
+    """Return each backend of one kind, with its availability, and with advice if it is not available."""
     from headway.machine.doctor import advise
 
     found = []
@@ -93,7 +93,7 @@ def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict
 
 
 def _finding(support: Support, origin: str, advice: Advice | None) -> dict[str, Any]:
-    """Return whether something is available, its origin, and the reasons if not. advice: None if there is none."""
+    """Return the availability of something, its origin, and the reasons if it is unavailable. advice: None if there is none."""
     from headway.machine.doctor import Advice
 
     return {
@@ -118,7 +118,7 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
 
 
 def _rows(rows: Iterable[dict[str, Any]], width: int) -> list[Text]:
-    """Return the lines of backends by group: ready, needs a GPU, and not ready with reason and advice."""
+    """Return lines on the backends, grouped into ready, needs a GPU, and not ready (with reason and advice)."""
     from headway.machine.doctor import NO_GPU
 
     groups: dict[str, list[dict[str, Any]]] = {READY: [], NEEDS_GPU: [], NOT_READY: []}

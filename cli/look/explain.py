@@ -1,4 +1,4 @@
-"""`headway backends explain`: the backend that a step would use, and why it would not use others."""
+"""`headway backends explain`: the backend that a step would use, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Row:
     """A table row: one kernel, or several that share a reason."""
 
     cells: Sequence[str]
-    """Name, then the time or range in each column."""
+    """Texts of the row: the kernel's name, then its time or range in each column."""
     chosen: Collection[int] = ()
     """Indices of the cells that show the choice."""
     why_not: str = ""
@@ -64,7 +64,7 @@ class Section:
     rows: Sequence[Row] = ()
     remarks: Sequence[str] = ()
     notes: Sequence[str] = ()
-    """Sources of the choice and of its times."""
+    """Remarks on where the choice and its times come from."""
 
 
 def show(found: Section, console: Console, all_kernels: bool) -> None:
@@ -164,9 +164,9 @@ def _linear(
 
 
 def _experts(specs: Mapping[ExpertsSpec, int], device: torch.device, registry: Registry, fixed: bool) -> list[dict[str, Any]]:
-    """Return the kernels for a model's layers of experts on a device: stored times choose, else the heuristic.
+    """Return the kernels for a model's layers of experts on a device, chosen by stored times, else by the heuristic.
 
-    specs: spec of a layer on the meta device -> number of such layers.
+    specs: spec of a layer on the meta device -> number of layers with this spec.
     """
     from headway.core.contract.weights import WeightFormat
     from headway.kernels.experts.bound import ExpertsLayers, ExpertsOptions
@@ -214,7 +214,7 @@ def choice_data(kind: LinearChoice | ExpertsKind, layers: int, axis: CountAxis) 
 
 
 _TIMED = (1, 16, 256, 4096)
-"""Numbers of rows or tokens whose times are shown."""
+"""Numbers of rows or tokens for which times are shown."""
 
 
 def kernel_section(found: Mapping[str, Any]) -> Section:
@@ -246,7 +246,7 @@ def explain_states(
 ) -> tuple[dict[str, Any], Section]:
     """Return the kernels for state layers, by the times that auto would use, as plain data and as a section to print.
 
-    Nothing is measured. specs: spec of each layer. asked: value of --state-backend.
+    Nothing is measured. specs: spec of each layer. asked: value of the option --state-backend.
 
     :raises HeadwayError: if the requested backend cannot be used, with all reasons.
     """
@@ -265,7 +265,7 @@ def explain_states(
     layers = [(count, str(spec), chosen.layout.bytes_per_slot(spec)) for spec, count in candidates.counts.items()]
 
     def candidates_of(verb: str) -> list[dict[str, Any]]:
-        """Return the candidates of scan or step as plain data."""
+        """Return the candidate backends for `scan` or `step` as plain data."""
         found = [(each, list(map(str, each.reasons))) for each in rated[verb]]
         return [
             {"name": each.name, "serves": not why, "mean_us": each.us, "reasons": why, "runs_here": each.name in able}
@@ -316,7 +316,7 @@ _EXPERTS = "With --model: show the kernel for each kind of layer of experts inst
 
 
 class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
-    """Phase of a part of a step. verify is a decode with several draft tokens."""
+    """Phase of a step's sequences. verify is a decode with several draft tokens."""
 
     prefill = "prefill"
     extend = "extend"
@@ -530,9 +530,9 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
 
 
 def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
-    """Return the first file that holds a layer's times, not checked against this machine, or without files the stored table.
+    """Return the first file with the layer's times, not checked against this machine. Without files, return the stored table.
 
-    :raises ConfigError: if no file holds them.
+    :raises ConfigError: if no file has the layer's times.
     """
     from headway.tuning.autotune import RegisteredLayer
     from headway.tuning.measure.device import identify_device
@@ -576,7 +576,7 @@ def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
 
 
 def _table_phase(shape: Shape) -> str:
-    """Return a step's phase in the names of tables: verification is a decode of several tokens."""
+    """Return the phase under which tables list a step. Verification is a decode of several tokens."""
     return "verify" if shape.phase.value == "decode" and shape.query_len > 1 else shape.phase.value
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.registry.records import PluginRecord
 
 TEMPLATE: Final = Path(__file__).parents[2] / "template"
-"""Folder of the package template for copier."""
+"""Folder of the copier template for a plugin's package."""
 
 
 _WRITTEN: Final = {
@@ -42,7 +42,7 @@ _WRITTEN: Final = {
         'headway generate --model MODEL-MOE --plugin {module} --experts-kernel {name} "Hello"',
     ),
 }
-"""Kind of operation -> the function that an author replaces, and the next commands to run."""
+"""Kind of operation -> the function that the plugin's author replaces, and the commands to run next."""
 Name = Annotated[
     str, typer.Argument(help="Name of the kernel for --attn-backend, --linear-kernel or --experts-kernel: my_kernel.")
 ]
@@ -136,7 +136,7 @@ def plugins(
     retry: Annotated[bool, typer.Option("--retry", help="Try every plugin again, ignoring saved results.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """List installed plugins: what they add, or why they are left out.
+    """List installed plugins, with what each adds or why it is left out.
 
     Each version of a plugin is tried once in a separate process. After a crash, a hang or an exit there it is left out until
     --retry. headway -v plugins shows tracebacks and output. HEADWAY_PLUGINS and --plugins choose plugins.

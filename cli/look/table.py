@@ -37,7 +37,7 @@ def show(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Print a table for one layout and block size: the fastest backends, and the time of each."""
+    """Print a table for one layout and block size: the fastest backends and their times."""
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import print_view, to_plain, view
     from headway.tuning.table.files import read_table
@@ -114,7 +114,7 @@ def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None
 
 @table.command()
 def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the tables that ship with Headway, and which of them a first start on this machine checks and uses."""
+    """List the tables that ship with Headway, and which of them a first start on this machine would check and use."""
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
@@ -257,7 +257,7 @@ def regret(
 
 
 def _check_judged(context: typer.Context, without: bool, trials: Path | None) -> None:
-    """:raises ConfigError: if both options that measure nothing are given, or an option that they do not read."""
+    """:raises ConfigError: if both options that measure nothing are given, or either with an option that it does not read."""
     if without and trials is not None:
         raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
     if not without and trials is None:

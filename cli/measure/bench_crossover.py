@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from headway.tuning.table.schema import CrossoverTable
 
 GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
-"""Geometries: smollm2's, the default model of `headway generate`, on a CPU and an 8B model's on a GPU."""
+"""Device type -> geometry: on a CPU that of smollm2, the default model of `headway generate`, on a GPU that of an 8B model."""
 LAYERS = {"9/3/64": 30, "32/8/128": 32}
-"""Number of layers of the models with these geometries."""
+"""Geometry -> number of layers of a model that has it."""
 _FILE_WIDTH = 160  # Columns of the table if the output is not a terminal
 
 
@@ -36,11 +36,11 @@ _OWN_OPTIONS = {
     "engine": ("model", "load_format", "mixed", "repeat", "cell_limit", "crossover_table", "workload"),
     "kernel": ("geometry", "kv_dtype", "layouts", "block_sizes", "phases", "refine", "graph_len"),
 }
-"""Options that only one level reads."""
+"""Level -> the options that only this level reads."""
 
 
 class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
-    """Level at which to measure."""
+    """Level at which to measure: attention kernels or whole generations."""
 
     kernel = "kernel"
     engine = "engine"

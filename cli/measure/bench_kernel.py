@@ -98,7 +98,7 @@ def options_of(
 
 
 def _peak(option: str, rate: float | None) -> float | None:
-    """Return `rate`. :raises ConfigError: if it is not a finite positive number."""
+    """Return `rate` after checking it. :raises ConfigError: if it is not a finite positive number."""
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(option, "a rate above 0", rate)
     return rate
@@ -222,7 +222,7 @@ def measure_states(
 
 
 def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
-    """Time the kernels of quantized linear layers. others: whether options were given that do not apply. :raises ConfigError:
+    """Time the kernels of quantized linear layers. others: True if options were given that do not apply. :raises ConfigError:
     if options are invalid."""
     from headway.bench.kernel.products import FORM_NAMES, ProductOptions, print_products, run_products_bench
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.bench.generate.workloads import RequestSet
 
 MIN_SAME_TOKENS = 0.9
-"""Minimum share of equal tokens for engines to have done the same work. Near-ties in float32 may flip tokens."""
+"""Minimum fraction of equal tokens for engines to have done the same work. Near-ties in float32 may flip tokens."""
 TEXT_OUTPUT_LEN = 64
 
 
@@ -183,7 +183,7 @@ def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def print_report(report: ThroughputReport) -> None:
-    """Print the table of results. "same" is the share of equal tokens."""
+    """Print the table of results. "same" is the fraction of equal tokens."""
     device = report.device
     threads = f", {device.threads} threads" if device.threads else ""
     title = (
@@ -207,7 +207,7 @@ def print_report(report: ThroughputReport) -> None:
 
 
 def text_notes(report: ThroughputReport) -> list[str]:
-    """Return notes if the machine was busy or an engine's passes disagree."""
+    """Return notes for the report if the machine was busy or the times of an engine's passes disagree."""
     from headway.tuning.table.noise import MOST_DRIFT
 
     lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []

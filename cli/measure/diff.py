@@ -124,7 +124,7 @@ def _load(args: EngineArgs, device: torch.device, quantization: str | None, err:
 
 
 def _check_picture(path: Path) -> None:
-    """Raise for a missing library or a wrong file name before the comparison begins."""
+    """Check the file name, and that the chart library is installed, before the comparison begins."""
     from headway.bench.charts import new_figure
     from headway.core.contract.errors import ConfigError
 
@@ -154,7 +154,7 @@ def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
 
 
 def _token_ids(model: LoadedModel, texts: list[str] | None) -> list[list[int]]:
-    """Return token ids of the texts, or of the first built-in prompts; random ids for a model without a tokenizer."""
+    """Return the token ids of the texts, or of the first built-in prompts if there are none. Random ids without a tokenizer."""
     from random import Random
 
     from headway.bench.generate.workloads import take_prompts

@@ -183,7 +183,7 @@ def _print_point(text: str, console: Terminal) -> None:
 
 
 def _name(row: PlanRow, size: str = "tensor-parallel size", of_cache: str = " cache") -> str:
-    """Return the name of a layout. size, of_cache: words for both, which a picture shortens."""
+    """Return the name of a layout. size, of_cache: words for the size and the cache type, which a picture shortens."""
     cache = "" if row.kv_cache_dtype == "auto" else f", {row.kv_cache_dtype}{of_cache}"
     weights = "" if row.weights == "model" else f", {row.weights} weights"
     return f"{size} {row.tensor_parallel_size}{cache}{weights}"
@@ -212,7 +212,7 @@ def _table(rows: Sequence[PlanRow]) -> Table:
 
 
 def to_picture(report: PlanReport) -> bytes:
-    """Return a PNG of a report's full load, by batch size. :raises ConfigError: if matplotlib is not installed."""
+    """Return a PNG chart of a report's plans at full load, by batch size. :raises ConfigError: if matplotlib is not installed."""
     from headway.bench.charts import BAR_COLOURS, bare, heading, new_figure, png
 
     figure = new_figure(8.0, 5.2, "leave --picture out")

@@ -99,7 +99,7 @@ def batch(
 
 
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
-    """Load the model and adapters. A generation model's engine gets its own process, as under a server."""
+    """Load the model and its adapters. A generation model's engine gets its own process, as under `headway serve`."""
     from headway.engine_args import find_pooling_model
 
     pooled = find_pooling_model(args)

@@ -72,7 +72,7 @@ class ChatSession:
     def __init__(
         self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool, adapter: LoRARequest | None = None
     ) -> None:
-        """err: console for all but answers. stats: whether to show live statistics. adapter: LoRA adapter for the answers."""
+        """err: console for all but answers. stats: True to show live statistics. adapter: LoRA adapter for the answers."""
         self._llm = llm
         self._params = params
         self._err = err
@@ -152,7 +152,7 @@ class ChatSession:
 
 
 def _messages() -> Iterator[str]:
-    """Yield the typed messages, with a prompt and line history, or the lines of a pipe as one message each."""
+    """Yield messages: typed ones, read with a prompt and line history, or each line of a pipe."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
@@ -177,7 +177,7 @@ def _messages() -> Iterator[str]:
 
 @contextmanager
 def _noted_interrupts(llm: LLM) -> Iterator[list[int]]:
-    """Record Ctrl-C in the list and end the request after the running step; an exception would interrupt the step."""
+    """Yield a list that records Ctrl-C, which ends the request after the running step; an exception would interrupt it."""
     interrupts: list[int] = []
 
     def note(number: int, _: object) -> None:

@@ -159,7 +159,7 @@ def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict
 
 
 def _acceptance(llm: LLM) -> str:
-    """Return a sentence on speculation: accepted draft tokens, and steps without drafts."""
+    """Return a sentence about speculation: how many draft tokens were accepted, and how many steps had no drafts."""
     stats = llm.engine.stats
     without = ", ".join(f"{count} {reason}" for reason, count in stats.steps_without_drafts.most_common())
     held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted in {stats.num_draft_steps} steps"

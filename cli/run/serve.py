@@ -189,7 +189,7 @@ def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
 
 
 def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
-    """Load the model in the engine's process or in this one. Return it with a text of its backends and its chat format."""
+    """Load the model in the engine's process or in this one. Return it with a text that names its backends and chat format."""
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
     from headway.hosting.host import EngineHost, EngineThread, add_adapter

@@ -112,16 +112,16 @@ def warm(engine: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Kernels that an engine's start compiled or loaded, and the folders that cache them."""
+    """Kernels that the start of an engine compiled or loaded, and the folders of the kernel cache."""
 
     seconds: float
     """Seconds from the call until the engine is ready, including creating random weights."""
     kernels: Counter[str] = field(default_factory=Counter)
-    """Kernel -> number of variants that were compiled, or loaded from the kernel cache."""
+    """Kernel's name -> number of its variants that were compiled, or loaded from the kernel cache."""
     compiled: int = 0
     """Number of variants that this start added to the kernel cache."""
     folders: dict[Path, int] = field(default_factory=dict)
-    """Folder of the kernel cache -> bytes of its files."""
+    """Folder of the kernel cache -> total size of its files in bytes."""
 
 
 def watch_start(start: Callable[[], object], on_count: Callable[[int], None] = lambda count: None) -> WarmStart:

@@ -1,4 +1,4 @@
-"""Logits processors that change a whole batch at once, like vLLM's v1 class, and the batch updates that they receive."""
+"""Logits processors that change a whole batch at once, as vLLM's v1 class does, and the batch updates that they receive."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torch import Tensor
 from headway.core.sampling.params import SamplingParams
 
 ENGINE_PROCESSORS: Final = "headway.batch"
-"""Placeholder, in a request's logits processors, for the engine's own, which change every batch."""
+"""Placeholder, in a request's logits processors, for the engine's own processors, which change every batch."""
 
 State = TypeVar("State")
 
 
 class MoveDirectionality(Enum):
-    """Content of a move's source after the move; names are vLLM's."""
+    """What a move leaves at its source. The names are vLLM's."""
 
     UNIDIRECTIONAL = auto()
-    """An empty place."""
+    """The source becomes empty."""
     SWAP = auto()
-    """The entry of the target."""
+    """The source receives the target's entry."""
 
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """Changes of a batch since the last step, to be applied in the order removed, added, moved; names are vLLM's."""
+    """Changes of a batch since the last step, to be applied in the order removed, added, moved. The names are vLLM's."""
 
     batch_size: int
     removed: Sequence[int]
-    """Places that sequences have left; some are filled again."""
+    """Places that sequences have left; `added` may fill some of them again."""
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
     """New sequences: place, parameters, prompt tokens, and output tokens, a list that grows with the output."""
     moved: Sequence[tuple[int, int, MoveDirectionality]]
-    """Sequences that moved: from, to, and what that leaves."""
+    """Sequences that moved: source, target, and what the move leaves at the source."""
 
 
 class BatchLogitsProcessor(ABC):
-    """Changes the logits of a batch. vLLM calls the class LogitsProcessor."""
+    """Base class for processors that change the logits of a batch. vLLM calls it LogitsProcessor."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -68,7 +68,7 @@ class BatchLogitsProcessor(ABC):
 
 
 class RequestLogitsProcessors(BatchLogitsProcessor):
-    """Changes each sequence's logits by a separate function. vLLM calls the class AdapterLogitsProcessor."""
+    """Base class for processors with a function per sequence. vLLM calls it AdapterLogitsProcessor."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._functions: dict[int, Callable[[Tensor], Tensor]] = {}
@@ -99,7 +99,7 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Update a dict from places to a processor's data; return whether it changed. new_state: makes a sequence's data, or None."""
+    """Update a dict of place -> a processor's data. Return whether it changed. new_state: makes a sequence's data, or None."""
     if batch_update is None:
         return False
     before = dict(req_entries)
@@ -146,7 +146,7 @@ class ProcessorBatch:
         return torch.empty_like(logits).index_copy_(0, order, changed.to(logits.dtype))
 
     def _update(self, members: Sequence[BatchMember]) -> BatchUpdate | None:
-        """Update the places, and return the changes; None if nothing changed."""
+        """Update the places. Return the changes, or None if nothing changed."""
         held, wanted = {id(each) for each in self._members}, {id(each) for each in members}
         removed = [number for number, each in enumerate(self._members) if id(each) not in wanted]
         fresh = [each for each in members if id(each) not in held]

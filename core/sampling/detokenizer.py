@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """The methods of a transformers tokenizer that are used here."""
+    """Interface of the transformers tokenizer methods that Headway's detokenizer calls."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str:
         """Return the text of the tokens."""
 
 
 class NoTokenizer:
-    """Replaces the tokenizer of a model that is used only with token ids: every text is empty."""
+    """Replacement tokenizer for a model that is used only with token ids: every text is empty."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return an empty text."""
@@ -22,7 +22,7 @@ class NoTokenizer:
 
 
 class Detokenizer:
-    """Incremental text of one sequence.
+    """Incremental detokenizer for one sequence.
 
     A token's text depends on its neighbours (spaces, bytes of one character). So a window is decoded twice, without and with the
     newest tokens, and the difference is the new text, which is held back while it ends in an incomplete character. The method is
@@ -37,7 +37,7 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """stop: texts that end the sequence, once it has more than min_tokens. include_stop: True to keep them in `text`."""
+        """stop: texts that end a sequence of more than min_tokens tokens. include_stop: True to keep these texts in `text`."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -52,7 +52,7 @@ class Detokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens added."""
+        """Number of tokens added so far."""
         return len(self._ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class Detokenizer:
         self._ids += tokens
 
     def append(self, token: int) -> bool:
-        """Add one token. Returns True if a stop text is complete; then `text` ends before it, or after it with include_stop."""
+        """Add one token. Return True if it completes a stop text; `text` then ends before it, or with include_stop after it."""
         self._ids.append(token)
         return self._grow(final=False)
 
@@ -71,7 +71,7 @@ class Detokenizer:
         return self.text
 
     def _grow(self, final: bool) -> bool:
-        """Add the newest tokens' text. Returns True if it completes a stop text."""
+        """Add the newest tokens' text. Return True if this completes a stop text."""
         before = self._decode(self._ids[self._window : self._read])
         after = self._decode(self._ids[self._window :])
         known = len(self.text)
@@ -85,7 +85,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _stop_at(self, known: int) -> bool:
-        """Cut the text at the first stop text that ends after its first `known` characters. Returns whether there is one."""
+        """Cut the text at the first stop text that ends after the first `known` characters. Return whether there is one."""
         places = [(self.text.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stop]
         found = min((place for place in places if place[0] >= 0), default=None)
         if found is not None:
@@ -96,7 +96,7 @@ class Detokenizer:
 
     @property
     def safe_text(self) -> str:
-        """Text that can be shown already: without an end that may be the start of a stop text."""
+        """Text that can already be shown: without an ending that may be the start of a stop text."""
         held = 0
         for stop in () if self._include_stop else self._stop:
             for size in range(min(len(stop) - 1, len(self.text)), held, -1):

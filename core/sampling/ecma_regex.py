@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final, NoReturn
 
 Ranges = list[tuple[int, int]]
-"""First and last code point of each range."""
+"""Ranges of characters: first and last code point of each."""
 
 _CLASSES: Final[dict[str, Ranges]] = {
     "d": [(0x30, 0x39)],
@@ -48,7 +48,7 @@ def rust_regex(pattern: str, flags: str = "") -> str:
 
 
 class _Rewriter:
-    """Reads a pattern from left to right and writes each part as it is read."""
+    """Rewriter that reads a pattern from left to right and writes each part as it is read."""
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
@@ -151,7 +151,7 @@ class _Rewriter:
         return _written(code) if cases is None else _bracketed([(each, each) for each in cases])
 
     def _escape(self, in_class: bool = False) -> int | str | Ranges:
-        """Read what follows a backslash. Returns a code point, a class, or the text of a class that only Rust defines."""
+        """Read what follows a backslash. Return a code point, a class, or the text of a class that only Rust defines."""
         sign = self._pattern[self._at : self._at + 1]
         if sign.lower() in _CLASSES and sign:
             self._at += 1
@@ -174,7 +174,7 @@ class _Rewriter:
         return 8 if sign == "b" else _CONTROLS.get(sign, ord(sign))
 
     def _code_point(self, code: int) -> int:
-        """Return the code point of a number. For the first half of a surrogate pair, also read the second half."""
+        """Return the code point for a number. If it is the first half of a surrogate pair, also read the second half."""
         if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):
             self._at = low.end()
             return 0x10000 + ((code & 0x3FF) << 10) + (int(low[1], 16) & 0x3FF)
@@ -232,7 +232,7 @@ class _Rewriter:
 
 
 def _unknown(sign: str) -> tuple[str, str]:
-    """Return the need and the value for the error about an unsupported escape."""
+    """Return what was needed and what was given, for the error about an unsupported escape."""
     if sign in ("b", "B"):
         return "no word boundaries, which grammars cannot follow", f"\\{sign}"
     if sign.isdigit() or sign == "k":
@@ -243,7 +243,7 @@ def _unknown(sign: str) -> tuple[str, str]:
 
 
 def _bracketed(ranges: Ranges, texts: Iterable[str] = (), negated: bool = False) -> str:
-    """Return a bracketed class. texts: further members, as classes in Rust's notation."""
+    """Return a bracketed class. texts: additional members, as classes in Rust's notation."""
     merged: Ranges = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:

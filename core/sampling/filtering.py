@@ -1,6 +1,6 @@
-"""top_k, top_p and min_p filters with torch operations, and the check of the kernels that replace them.
+"""The filters top_k, top_p and min_p with torch operations, and the check of the kernels that replace them.
 
-Tokens are ordered by logit, ties by smaller id; each parameter keeps a prefix of that order. Probabilities are compared as
+Tokens are ordered by logit, ties by smaller id. Each parameter keeps a prefix of this order. Probabilities are compared as
 integers, `UNIT_MASS` for the most likely token, so that sums do not depend on the order of additions.
 """
 
@@ -21,17 +21,17 @@ from headway.core.sampling.sampler import NOT_A_TOKEN, Filter, draw
 log = logging.getLogger("headway")
 
 UNIT_MASS = 2**40
-"""Integer mass of the most likely token: 2^22 tokens sum to less than 2^63; rounding loses less than 2^-40 per token."""
+"""Integer mass of the most likely token. 2^22 tokens sum to less than 2^63, and rounding loses less than 2^-40 per token."""
 LOG2E = 1.4426950408889634
 
 
 class TokenFilter(NamedTuple):
-    """Filters of a request, as numbers that a device compares logits with."""
+    """Filter parameters of a request, as numbers that a device compares with logits."""
 
     scale: float
-    """1 / temperature. 0 means no filter."""
+    """Scale of the logits: 1 / temperature. 0 means no filter."""
     top_k: float
-    """Number of tokens to keep. 0 means all."""
+    """Number of most likely tokens to keep. 0 means all."""
     top_p: float
     log_min_p: float
     """Natural logarithm of min_p, compared with logits; -inf if min_p is 0."""
@@ -54,7 +54,7 @@ _CASES = (
     TokenFilter(1.0, 1, 1.0, -math.inf),
     TokenFilter(0.1, 3000, 0.999, -math.inf),
 )
-"""Filters with which kernels are verified."""
+"""Filter parameters with which kernels are verified."""
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def keep_above(logits: Tensor, log_min_p: Tensor) -> Tensor:
 
 
 def torch_filter(logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-    """Filter with torch's operations: sort, then draw from the kept tokens; see `Filter`."""
+    """Filter with torch's operations: sort the tokens, then draw from those that remain; see `Filter`."""
     scales, top_k, top_p, log_min_p = filters
     likely = logits.float() * torch.where(scales > 0, scales, 1)[:, None]
     retained = keep_above(keep_top(likely, top_k, top_p), log_min_p)

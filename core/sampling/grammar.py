@@ -1,4 +1,4 @@
-"""Grammars of llguidance for structured outputs, cached by content, with one state per completion."""
+"""Grammars of llguidance for structured outputs, cached by content, with one state object per completion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPACE: Final = r"[ \t\n\r]?"  # Default whitespace between the parts of JSON: a
 
 
 class GrammarError(HeadwayError):
-    """Error of a structured output that cannot be compiled, or of a grammar that cannot continue. It ends only its request."""
+    """Error: a structured output cannot be compiled, or a grammar cannot continue. It ends only the request that has it."""
 
 
 def grammar_text(form: StructuredOutputsParams) -> str:
@@ -65,7 +65,7 @@ _MOST_COMPILED_BYTES = 2**26  # Bytes of their source texts. A compiled grammar 
 
 
 class Grammar:
-    """Grammar state of one completion: its tokens so far, and hence the allowed next tokens."""
+    """Grammar state of one completion, which determines the allowed next tokens."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
@@ -75,7 +75,7 @@ class Grammar:
 
     @property
     def fault(self) -> str:
-        """Reason why the grammar cannot continue, in one line. Empty if it can."""
+        """Reason why the grammar cannot continue, in one line. Empty if it can continue."""
         return brief_reason(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> None:
@@ -100,10 +100,10 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles structured outputs for one tokenizer. Thread-safe."""
+    """Compiler of structured outputs for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """tokenizer: one of the tokenizers library. vocab_size: the model's; tokens that the tokenizer lacks are never
+        """tokenizer: one of the tokenizers library. vocab_size: the model's; tokens unknown to the tokenizer are never
         allowed."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -116,8 +116,8 @@ class GrammarCompiler:
         self._loading = threading.Lock()
 
     def check(self) -> None:
-        """Check that grammars can be compiled. :raises ConfigError: without llguidance, a fast tokenizer or an end-of-text
-        token."""
+        """Check that grammars can be compiled. :raises ConfigError: if llguidance, a fast tokenizer or an end-of-text
+        token is missing."""
         what = "structured_outputs"
         if find_spec("llguidance") is None:
             raise ConfigError(what, "the package llguidance", "none", "pip install 'headway[structured]'")
@@ -127,7 +127,7 @@ class GrammarCompiler:
             raise ConfigError(what, "a model with an end-of-text token", "none")
 
     def has(self, form: StructuredOutputsParams) -> bool:
-        """Return whether a structured output is compiled already, and mark it as recently used."""
+        """Return whether a structured output is already compiled, and mark it as recently used."""
         with self._lock:
             found = form.key in self._compiled
             if found:
@@ -144,7 +144,7 @@ class GrammarCompiler:
             return Grammar(found.deep_copy(), self._eos)
 
     def compile(self, form: StructuredOutputsParams, text: str | None = None) -> None:
-        """Compile a structured output, once for equal ones, for `find`. Takes a millisecond to seconds.
+        """Compile a structured output for `find`; equal ones are compiled once. Takes from a millisecond to seconds.
 
         text: the structured output in llguidance's notation, if known. One that is neither small nor tried may crash the process:
             see `GrammarQueue`, which calls this method in threads with large stacks.
@@ -169,7 +169,7 @@ class GrammarCompiler:
                 self._bytes -= len(self._compiled.popitem(last=False)[0])
 
     def tokenizer_arguments(self) -> dict[str, Any]:
-        """Return the arguments of llguidance's tokenizer, for another process."""
+        """Return the arguments of llguidance's tokenizer, for use in a different process."""
         with self._loading:
             return {"tokenizer": self._serialized(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 

@@ -1,4 +1,4 @@
-"""Child process that tries structured outputs for `grammar_queue`, with limits of CPU time, memory and stack."""
+"""Child process that tries structured outputs for `grammar_queue`, with limits on CPU time, memory and stack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENGINE_STACK = 2**20  # Bytes of the stack on which a compiled grammar is used,
 
 
 def main() -> None:
-    """Answer requests until the parent exits: first the tokenizer, then one structured output after the other."""
+    """Answer requests until the parent exits: the first has the tokenizer, each later one a structured output."""
     replies = open_replies()
     die_with_parent()
     start = message_of(sys.stdin.readline())
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _try(fields: dict[str, Any], tokenizer: LLTokenizer, stack: int) -> dict[str, str]:
-    """Compile a structured output and compute its first mask. Returns it in llguidance's notation, or the error."""
+    """Compile a structured output and compute its first mask. Return it in llguidance's notation, or the error."""
     answer: dict[str, str] = {}
     compiled: list[LLMatcher] = []
 
@@ -73,7 +73,7 @@ def _limit(what: int, value: int) -> None:
 
 
 def _occupied() -> int:
-    """Return the bytes of this process's address space."""
+    """Return the size of this process's address space in bytes."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

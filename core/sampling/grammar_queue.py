@@ -1,4 +1,4 @@
-"""Queues for compiling structured outputs: small ones at once, others after a trial in a separate process."""
+"""Queues for compiling structured outputs: small ones at once, larger ones after a trial in a separate process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from headway.core.system.child import Child, ChildDied, message_of, python_comma
 from headway.core.system.threads import stack_size
 
 TRIAL_SECONDS: Final = 10
-"""Seconds of CPU time for compiling one structured output; a schema of 500 KB takes one or two."""
+"""Maximum CPU time for compiling one structured output, in seconds. A schema of 500 KB takes one or two seconds."""
 TRIAL_MEMORY: Final = 2 * 2**30
-"""Bytes that the process may use in addition to its initial memory."""
+"""Bytes of memory that the trial process may use in addition to its initial memory."""
 TRIAL_STACK: Final = 16 * 2**20
-"""Bytes of stack; a chain of 1,000 references takes four million."""
+"""Stack size of a trial in bytes. A chain of 1,000 references takes four million bytes."""
 _START_SECONDS: Final = 60.0  # Seconds for the process to start and to read the tokenizer
 _LONGEST_TRIAL: Final = 60.0  # Seconds for a trial on a busy machine
 
 
 class GrammarTrial:
-    """Compiles structured outputs in a process that is restarted when it dies. One thread calls `run`, any thread `end`."""
+    """Trials of structured outputs in a process that is restarted when it dies. One thread calls `run`; any thread, `end`."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         """tokenizer: arguments of llguidance's tokenizer, as `grammar_child` reads them."""
@@ -60,7 +60,7 @@ class GrammarTrial:
         return str(answer["text"])
 
     def end(self, form: StructuredOutputsParams) -> None:
-        """Kill the process if it is trying this structured output now; `run` then raises."""
+        """Kill the process if it is trying this structured output now; `run` then raises an error."""
         with self._guard:
             if self._trying is form and self._child is not None:
                 self._child.process.kill()
@@ -83,7 +83,7 @@ def _limits() -> str:
 
 
 def _cause(died: ChildDied) -> str:
-    """Return how the process ended, in terms of the structured output."""
+    """Return text on how the process ended, worded as a fault of the structured output."""
     if died.timed_out or "SIGXCPU" in died.how:
         return "this one takes longer: make it smaller"
     if "SIGSEGV" in died.how or "overflowed its stack" in died.last_line:
@@ -94,7 +94,7 @@ def _cause(died: ChildDied) -> str:
 
 
 SMALL_FORM_BYTES: Final = 4096
-"""Maximum bytes of a structured output compiled without a trial. The worst one found takes 2 MiB of stack and 0.2 s."""
+"""Maximum size in bytes of a structured output compiled without a trial. The worst one found takes 2 MiB of stack and 0.2 s."""
 _COMPILERS: Final = 2  # Threads that compile small structured outputs; each holds the GIL for part of its time
 _TRIERS: Final = 2  # Threads that try larger structured outputs, each in its own process, and then compile them
 _STACK: Final = 2 * TRIAL_STACK  # Bytes of a compiling thread's stack, with a margin over a successful trial
@@ -166,7 +166,7 @@ class GrammarQueue:
 def _finish(
     work: Callable[[StructuredOutputsParams, Future[None]], None], form: StructuredOutputsParams, ready: Future[None]
 ) -> None:
-    """Do the work for a future, unless it is cancelled first."""
+    """Run the work for a future, unless the future is cancelled first."""
     if ready.cancelled():
         return
     error: Exception | None = None

@@ -11,14 +11,14 @@ from headway.core.sampling.ecma_regex import rust_regex
 from headway.core.system.json_text import parse_json
 
 _SCHEMAS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-"""Keywords whose value is an object of schemas."""
+"""JSON schema keywords whose value is an object of schemas."""
 _VALUES: Final = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # Keywords whose value is not a schema
 _TOKEN: Final = re.compile(
     r"""(?P<comment>(?://|\#)[^\n]*) | (?P<json>%json\s*(?=[\[{tf])) | (?P<text>"(?:\\.|[^"\\])*")(?P<ignore_case>i?)
     | /(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[a-z]*)""",
     re.VERBOSE | re.DOTALL,
 )
-"""Comment, %json, text or regex of a Lark grammar, matched as a whole."""
+"""Matches a comment, %json, text or regex of a Lark grammar as a whole."""
 
 
 def guidance_schema(schema: Any, closed: bool = False) -> Any:
@@ -56,7 +56,7 @@ def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False)
 
 
 def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar for llguidance. options: see `guidance_json`. :raises ValueError: as `guidance_schema`."""
+    """Return a Lark grammar for llguidance. options: see `guidance_json`. Raises as `guidance_schema`."""
     parts, at = [], 0
     while found := _TOKEN.search(grammar, at):
         parts.append(grammar[at : found.start()])
@@ -136,7 +136,7 @@ class _TagGrammar:
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._others]})
 
     def _rule(self, form: Any) -> str:
-        """Return the name of a format's rule."""
+        """Return the name of the grammar rule for a format."""
         if isinstance(form, str):
             form = {"type": "const_string", "value": form}
         kind = _field(form, "type", str)

@@ -1,4 +1,4 @@
-"""Changes that parameters make to a model's logits before sampling, for the rows of a batch that need them."""
+"""Changes to a model's logits before sampling, as sampling parameters require, for the rows of a batch that need them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import OF_HISTORY, Need, scale_of
 
 ANY_TOKEN = -1
-"""Padding for beginnings of bad words; it matches every token."""
+"""Padding in the beginnings of bad words, which matches every token."""
 
 
 def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def bias(logits: Tensor, lens: Tensor, ids: Tensor, values: Tensor, until: Tenso
 
 
 def allow_only(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return logits with -inf for all other tokens. ids: int64 [rows, entries], padded with the last column."""
+    """Return logits with -inf for all tokens except `ids`. ids: int64 [rows, entries], padded with the last column."""
     allowed = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)
     return logits.masked_fill(~allowed, -torch.inf)
 
@@ -75,16 +75,16 @@ def allow_bits(logits: Tensor, bits: Tensor) -> Tensor:
 
 
 class RowTable:
-    """A tensor [rows, ...] of lists that grows with rows and lists. Positions past the end of a list hold `fill`."""
+    """A tensor [rows, ...] of lists that grows with the rows and lists. Positions after the end of a list contain `fill`."""
 
     def __init__(self, fill: float, dtype: torch.dtype, device: torch.device, dimensions: int = 1) -> None:
         """dimensions: number of dimensions of a row's entry; 2 is a list of lists."""
         self._fill = fill
         self.tensor = torch.full((0,) * (dimensions + 1), fill, dtype=dtype, device=device)
-        """All rows; a new object after the table has grown."""
+        """All rows. Becomes a new object when the table grows."""
 
     def set(self, row: int, values: Sequence[float] | Sequence[Sequence[float]]) -> None:
-        """Replace a row's list."""
+        """Replace the list in a row."""
         if self.tensor.ndim == 2:
             listed = torch.tensor(values, dtype=self.tensor.dtype)
         else:
@@ -96,7 +96,7 @@ class RowTable:
         entry[tuple(slice(size) for size in listed.shape)] = upload(listed, entry.device)
 
     def reserve(self, *shape: int) -> None:
-        """Grow to at least this shape; a dimension that is too small at least doubles."""
+        """Grow the table to at least this shape; a dimension that is too small at least doubles."""
         old = self.tensor
         if all(have >= want for have, want in zip(old.shape, shape, strict=True)):
             return
@@ -110,14 +110,14 @@ _FOREVER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """Rows whose logits change, in host memory."""
+    """Rows of a step whose logits change; the arrays are in host memory."""
 
     at: NDArray[numpy.int64]
     """int64 [shaped]: index among the step's rows of logits."""
     rows: NDArray[numpy.int64]
     """int64 [shaped]: the sequence's row in the executor's buffers."""
     lens: NDArray[numpy.int64]
-    """int64 [shaped]: number of tokens before the sampled one, hence its position."""
+    """int64 [shaped]: number of tokens before the sampled token, which is its position."""
     needs: NDArray[numpy.int32]
     """int32 [shaped]: `Need` flags."""
 
@@ -127,9 +127,9 @@ class Shaped:
 
 
 class LogitsShaper:
-    """Applies parameters to logits, with the parameters and needed token histories of each row on the device.
+    """Applies sampling parameters to logits. The parameters and the needed token histories of each row are on the device.
 
-    Tokens that the device samples are recorded there without the host having seen them, so a step may be launched before the
+    Sampled tokens are recorded on the device without passing through the host, so a step may be launched before the
     previous one is read. Order of the changes: grammar mask, allowed tokens, bad words, logit_bias and min_tokens, logits
     processors, penalties, temperature, top_k and top_p, min_p (vLLM's order). A row's bits do not depend on its neighbours.
     """
@@ -176,7 +176,7 @@ class LogitsShaper:
             self._endings.set(row, [word[-1] for word in longer])
 
     def start_plain(self, row: int) -> None:
-        """Set up a row for a sequence whose parameters change nothing."""
+        """Set up a row for a sequence whose parameters do not change the logits."""
         self._numbers.set(row, [1.0, 0.0, 0.0, 1.0, *NO_FILTER[1:]])
 
     def note(self, rows: NDArray[numpy.int64], positions: NDArray[numpy.int64], tokens: Tensor | NDArray[numpy.int64]) -> None:
@@ -244,7 +244,7 @@ class _Rows:
 
 
 class _Batch:
-    """Changing logits, [shaped, vocab_size + 1]. The last column is not a token; padding of lists writes to it."""
+    """Logits being changed, [shaped, vocab_size + 1]. The last column is not a token; padding of lists writes to it."""
 
     def __init__(self, logits: Tensor, shaped: Shaped, device: torch.device) -> None:
         count, vocab = len(shaped.at), logits.shape[1]
@@ -258,7 +258,7 @@ class _Batch:
         self._device = device
 
     def change(self, which: NDArray[numpy.int64], how: Callable[[Tensor, _Rows], Tensor]) -> None:
-        """Replace the logits of some rows by the result of a function."""
+        """Replace the logits of some rows with the result of a function."""
         if not len(which):
             return
         if len(which) == len(self.logits):
@@ -270,5 +270,5 @@ class _Batch:
 
 
 def _filtered(part: Tensor, keep: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
-    """Apply a filter without the last column, which is not a token."""
+    """Apply a filter to all columns except the last, which is not a token."""
     return torch.cat([keep(part[:, :-1], *parameters), part[:, -1:]], dim=1)

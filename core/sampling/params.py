@@ -18,7 +18,7 @@ MOST_COMPLETIONS: Final = 16384
 MOST_LISTED: Final = 2**24
 """Maximum length of a list of token ids: larger than any vocabulary."""
 MOST_BIAS = 100.0
-"""Maximum logit_bias: the softmax of a logit with more is 0 or 1."""
+"""Maximum absolute value of a logit_bias. With a larger one, a token's probability is 0 or 1."""
 
 _BEAMS: Final = "LLM.beam_search(prompts, BeamSearchParams(...)) searches; best_of draws several completions"
 _ELSEWHERE: Final = {
@@ -38,7 +38,7 @@ _ELSEWHERE: Final = {
     "max_new_tokens": "it is called max_tokens",
     "do_sample": "temperature=0 is greedy",
 }
-"""Names that vLLM or transformers use -> hint for the error."""
+"""Parameter name in vLLM or transformers -> hint for the error."""
 _NO_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache", "skip_clone"), (False,)),
@@ -46,7 +46,7 @@ _NO_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
     "stream_interval": (1,),
     "prompt_logprob_start": (0,),
 }
-"""vLLM's names among these -> values, besides None, that request Headway's default behaviour."""
+"""vLLM's name for a parameter -> values, besides None, that request Headway's default behaviour."""
 
 LogitsProcessor = Callable[..., Any]
 """Function (token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits. token_ids: the request's output so
@@ -54,18 +54,18 @@ far. logits: the next token's, float32 [vocab_size], on the engine's device."""
 
 
 class RequestOutputKind(Enum):
-    """Content of each output of a streamed request; names and values are vLLM's."""
+    """Content of each output of a streamed request. The names and values are vLLM's."""
 
     CUMULATIVE = 0
     """All output so far."""
     DELTA = 1
-    """Only the output since the last one."""
+    """Only the part that is new since the previous output."""
     FINAL_ONLY = 2
-    """All output, once, after the request has ended."""
+    """The complete output, once, after the request has ended."""
 
 
 def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keywords of a call without vLLM's no-ops, and with guided_decoding under its newer name."""
+    """Return the keywords of a call without those of vLLM that have no effect, and with guided_decoding under its newer name."""
     kept = {
         name: value
         for name, value in given.items()
@@ -79,7 +79,7 @@ def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
 @refuses_unknown_fields(_ELSEWHERE, "docs/sampling.md", _in_our_names)
 @dataclass
 class SamplingParams:
-    """Sampling parameters of a request, with vLLM's names and meanings. A bad value raises ConfigError and never reaches the
+    """Sampling parameters of a request, with vLLM's names and meanings. An invalid value raises ConfigError and never reaches the
     engine.
 
     Attributes that are set later are checked too; the contents of lists are checked again when a request uses the object. A
@@ -87,7 +87,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of completions for the prompt, which is computed once."""
+    """Number of completions for the prompt. The prompt is prefilled once for all of them."""
     temperature: float = 1.0
     """Sampling temperature. 0 takes the most likely token."""
     top_p: float = 1.0
@@ -97,33 +97,33 @@ class SamplingParams:
     min_p: float = 0.0
     """Exclude tokens less likely than this fraction of the most likely one's probability."""
     seed: int | None = None
-    """Random seed, which makes the request repeatable in any batch. None, or vLLM's -1, draws one from the engine's seed."""
+    """Random seed, which makes the request repeatable in any batch. None, or vLLM's -1, draws a seed from the engine's seed."""
     stop: tuple[str, ...] | list[str] | str | None = None
-    """Texts that end the completion; they are removed from the output."""
+    """Texts that end the completion. A stop text is removed from the output."""
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
     """Tokens that end the completion, in addition to the model's own."""
     ignore_eos: bool = False
     """True to continue past the model's end-of-text tokens."""
     max_tokens: int | None = 16
-    """Maximum number of output tokens. None means as many as the model's length allows."""
+    """Maximum number of output tokens. None means as many as the model's maximum length allows."""
     min_tokens: int = 0
     """Minimum number of output tokens before an end-of-text token, stop token or stop text ends the completion."""
     best_of: int | None = None
     """Number of completions drawn, of which the n with the largest sum of log-probabilities are returned. None means n."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative logits, of tokens in prompt and output (Keskar et al. 2019)."""
+    """Divisor of positive logits, and factor of negative logits, of tokens in prompt and output (Keskar et al. 2019)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output."""
+    """Value subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output, once per occurrence."""
+    """Value subtracted from the logits of tokens that occur in the output, once per occurrence."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> value added to its logit, from -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
-    """Only tokens that may be sampled. None means all."""
+    """The only tokens that may be sampled. None means all tokens."""
     bad_words: Sequence[str] | None = ()
-    """Texts that must not appear in the output. The last token of such a text is excluded after its other tokens."""
+    """Texts that must not appear in the output. A text's last token is excluded if the output ends with its other tokens."""
     bad_words_token_ids: Sequence[Sequence[int]] | None = ()
-    """The bad words as token ids; `LLM` fills it in from bad_words."""
+    """Token ids of the bad words. `LLM` sets this field from bad_words."""
     logits_processors: Sequence[str | LogitsProcessor] | None = ()
     """Functions that change the logits before a token is sampled, or names that plugins registered."""
     extra_args: Mapping[str, Any] | None = None
@@ -132,13 +132,13 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned, in addition to the sampled token's. -1 means all."""
     prompt_logprobs: int | None = None
-    """Like logprobs, for each token of the prompt but the first. The prompt is then computed without the prefix cache."""
+    """Like logprobs, for each prompt token except the first. The prompt is then computed without the prefix cache."""
     include_stop_str_in_output: bool = False
     """True to keep the stop text, or the text of the stop token, at the end of the output."""
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
-    """Number of the prompt's last tokens to keep. -1 means as many as fit in the model's length with max_tokens."""
+    """Number of the prompt's last tokens to keep. -1 means as many as fit in the model's maximum length with max_tokens."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Content of each output of AsyncLLM. LLM.generate always returns whole outputs."""
 
@@ -183,7 +183,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def settled(self) -> Self:
-        """Return a copy for a request. :raises ConfigError: if a list was changed to something invalid after its check."""
+        """Return a copy for a request. :raises ConfigError: if a list has been changed to an invalid value since its check."""
         return replace(self) if any(getattr(self, name) for name in _FILLED) else self.clone()
 
     def clone(self) -> Self:
@@ -267,7 +267,7 @@ _LISTS: Final = {
     "bad_words_token_ids": "a list of lists of token ids",
     "logits_processors": "a list of functions, or of names that plugins registered",
 }
-"""Fields that hold a list, empty for None -> their valid values."""
+"""Field whose value is a list (empty if given as None) -> description of its valid values."""
 _FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)  # Fields that hold a list, which a program may change in place
 
 _OUTPUT_KINDS: Final = ", ".join(map(str, RequestOutputKind))
@@ -276,7 +276,7 @@ SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
 
 
 def is_seed(value: object) -> bool:
-    """Return whether torch's generators accept a seed."""
+    """Return whether torch's generators accept a value as seed."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
@@ -297,7 +297,7 @@ def _text(value: object) -> bool:
 
 
 def _listed(value: object) -> bool:
-    """Return whether a value is a list of at most MOST_LISTED items; a range may be longer."""
+    """Return whether a value is a list of at most MOST_LISTED items, since a range may be longer."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray, memoryview)):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Vocabulary sharded over ranks: each rank picks among its tokens and one number per row is compared; the rest is gathered."""
+"""Vocabulary sharded over ranks: each rank picks among its tokens, and only one number per row is exchanged if possible."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def pack(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return int64 numbers that order like float32 scores, with tokens (int64) in the low bits. NaN is the largest score."""
+    """Pack float32 scores, and tokens (int64) in the low bits, into int64 numbers ordered like the scores. NaN is the largest."""
     # Adding 0 turns -0 into 0; NaNs have many bit patterns, with either sign.
     bits = torch.where(scores.isnan(), torch.nan, scores + 0.0).view(torch.int32).long()
     return (_in_order(bits) << 32) | (_LOW - tokens)
 
 
 def tokens_of(numbers: Tensor) -> Tensor:
-    """Return the tokens of packed numbers, int64."""
+    """Return the tokens in packed numbers, int64."""
     return _LOW - (numbers & _LOW)
 
 
 def scores_of(numbers: Tensor) -> Tensor:
-    """Return the scores of packed numbers, float32."""
+    """Return the scores in packed numbers, float32."""
     return _in_order(numbers >> 32).to(torch.int32).view(torch.float32)
 
 
@@ -96,7 +96,7 @@ class RankedVocabulary:
     """`Vocabulary` of a rank that has the logits of its shard. All ranks call the same methods with the same rows."""
 
     def __init__(self, sampling: SamplingOps, size: int, ranks: Ranks) -> None:
-        """sampling: operations on logits of the whole vocabulary. size: tokens of the vocabulary."""
+        """sampling: operations on logits of the whole vocabulary. size: number of tokens in the vocabulary."""
         self._inner = sampling
         self._size = size
         self._ranks = ranks
@@ -122,7 +122,7 @@ class RankedVocabulary:
         return best if len(best) == 0 else self._winners(self._ranks.all_gather(best))
 
     def _filter(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-        """Filter and draw for all rows, in fixed shapes for graphs; see `Filter`."""
+        """Filter and draw for all rows, in fixed shapes for CUDA graphs; see `Filter`."""
         assert self._inner.filter is not None
         return self._inner.filter(join_logits(logits, self._size, self._ranks), others, keys, filters)
 
@@ -190,7 +190,7 @@ class RankedVocabulary:
         return join_logits(logits, self._size, self._ranks)
 
     def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
-        """Count a graph's gathers, see `Vocabulary`. A graph gathers all of its rows."""
+        """Count a graph's gathers, see `Vocabulary`. A graph gathers all its rows."""
         needs = numpy.bitwise_or.reduce(_needs_of(filters))
         self._count(numpy.full(num_rows, needs, dtype=numpy.int32))
 

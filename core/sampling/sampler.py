@@ -21,7 +21,7 @@ from headway.core.sampling.verification import AcceptDrafts, accept_drafts
 
 
 class Need(IntFlag):
-    """Flag for a feature between a model's logits and a token."""
+    """Flag for a feature of the sampling of a token from logits."""
 
     TOP = 1
     MIN_P = 2
@@ -51,7 +51,7 @@ SHAPING = (
 FILTERING = Need.TOP | Need.MIN_P
 """Needs that a kernel may meet without changed logits, see `SamplingOps.filter`."""
 ON_HOST = Need.PROCESSOR | Need.GRAMMAR
-"""Needs for which the host must have seen the previous tokens."""
+"""Needs for which the host must know the previous tokens."""
 OF_HISTORY = Need.PENALTY | Need.BAD_WORDS
 """Needs for which the device must know the previous tokens."""
 OF_TOKENS = ON_HOST | OF_HISTORY | Need.PROMPT_LOGPROBS
@@ -74,7 +74,7 @@ REASONS = {
 
 
 def scale_of(params: SamplingParams) -> float:
-    """Return 1 / temperature, or 0 for greedy; never another 0 or infinite float32, as it is multiplied with -inf and 0."""
+    """Return 1 / temperature, or 0 for greedy. Otherwise never 0 or infinite in float32, as it is multiplied with -inf and 0."""
     return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
 
 
@@ -103,14 +103,14 @@ def need_of(params: SamplingParams) -> Need:
 
 
 def reasons_of(needs: int) -> tuple[str, ...]:
-    """Return the parameter names of the needs that are set."""
+    """Return the names of the request parameters that cause these needs."""
     return tuple(text for need, text in REASONS.items() if needs & need)
 
 
 NOT_A_TOKEN = -1
-"""Replaces the token of a row whose logits hold a NaN."""
+"""Value instead of a token for a row whose logits contain a NaN."""
 NO_TOKEN_LEFT = -2
-"""Replaces the token of a row without any allowed token."""
+"""Value instead of a token for a row without any allowed token."""
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -152,17 +152,17 @@ class SamplingOps:
     """Draw and greedy in one kernel: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN if a logit is NaN. None if missing.
     """
     filter: Filter | None = None
-    """Draw from what top_k, top_p and min_p keep. None means that torch's operations change the logits before the draw."""
+    """Draw from the tokens that top_k, top_p and min_p keep. None means that torch's operations filter the logits first."""
     best_of_part: BestOfPart | None = None
-    """Best token of a rank's shard. None means `ranked_vocabulary.best_of_part`."""
+    """Function for the best token in a rank's shard. None means `ranked_vocabulary.best_of_part`."""
     winners: Callable[[Tensor], Tensor] | None = None
-    """Best token over ranks. None means `ranked_vocabulary.winners`."""
+    """Function for the best token over ranks. None means `ranked_vocabulary.winners`."""
     accept_drafts: AcceptDrafts = accept_drafts
-    """Compares drafts with the tokens sampled at their positions."""
+    """Function that compares drafts with the tokens sampled at their positions."""
 
 
 TORCH_SAMPLING = SamplingOps()
-"""torch's operations, on any device."""
+"""Sampling operations of torch, for any device."""
 
 
 class Draws(NamedTuple):
@@ -173,7 +173,7 @@ class Draws(NamedTuple):
     keys: NDArray[numpy.int64]
     """int64 [rows]: keys of the random numbers, see `keys_of`."""
     filters: NDArray[numpy.float32] | None = None
-    """float32 [4, rows]: a `TokenFilter` per row, with scale 0 for none. None if no row filters, or without a kernel."""
+    """float32 [4, rows]: a `TokenFilter` per row, with scale 0 for none. None if no row filters or there is no filter kernel."""
 
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
@@ -209,7 +209,7 @@ def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops
 
 
 LANES = 128
-"""Columns between consecutive numbers of one counter: neighbouring counters are neighbouring columns, as kernels read them."""
+"""Number of columns between consecutive numbers of one counter. Neighbouring counters are neighbouring columns, for kernels."""
 
 
 def exponential(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
@@ -250,7 +250,7 @@ def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
 
 
 def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
-    """Return the keys of draws: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
+    """Return the random-number keys of draws: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
 
     def mix(x: NDArray[Any]) -> NDArray[Any]:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -264,7 +264,7 @@ def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[in
 
 def seed_of(seed: int, index: int) -> int:
     """Return the seed of one completion: the request's seed for the first, keys of unused positions for the others, since seed +
-    index would be another request's seed."""
+    index could be another request's seed."""
     return seed if index == 0 else int(keys_of([seed], [-index])[0])
 
 
@@ -276,10 +276,10 @@ def _unsigned(values: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
 
 
 class ChangingRows(NamedTuple):
-    """Rows of logits that change before their tokens are sampled, in host memory."""
+    """Rows whose logits change before their tokens are sampled; the arrays are in host memory."""
 
     at: NDArray[numpy.int64]
-    """int64 [changing]: index among the step's rows."""
+    """int64 [changing]: index of the row among the step's rows."""
     needs: NDArray[numpy.int32]
     """int32 [changing]: `Need` flags."""
     filters: NDArray[numpy.float32]
@@ -306,22 +306,22 @@ class ChangingRows(NamedTuple):
 
 @dataclass
 class Gathers:
-    """Counts of logits that ranks gathered for sampling."""
+    """Counts of logits rows that ranks gathered for sampling."""
 
     rows: int = 0
-    """Rows whose logits were gathered in full."""
+    """Number of rows whose logits were gathered in full."""
     candidates: int = 0
-    """Rows for which each rank sent only its most likely tokens."""
+    """Number of rows for which each rank sent only its most likely tokens."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Rows gathered in full, by parameter; a row with several counts under each."""
+    """Parameter -> number of rows gathered in full because of it. A row with several parameters counts under each."""
 
 
 class Vocabulary(Protocol):
-    """Samples tokens from the logits that a model computes, [rows, width]."""
+    """Interface that samples tokens from the logits that a model computes, [rows, width]."""
 
     @property
     def sampling(self) -> SamplingOps:
-        """Operations on such logits, which may be captured."""
+        """Operations on such logits, which may be captured in a CUDA graph."""
 
     def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
         """Return a token for each row; see `sampler.sample`."""
@@ -342,7 +342,7 @@ class Vocabulary(Protocol):
         """Count the gathers of a graph with filters and num_rows rows. filters: float32 [4, rows], see `Draws`."""
 
     def take_gathers(self) -> Gathers | None:
-        """Return the gathers since the last call; None with one rank."""
+        """Return the gathers since the last call; None if there is only one rank."""
 
 
 class WholeVocabulary:
@@ -351,7 +351,7 @@ class WholeVocabulary:
     def __init__(self, sampling: SamplingOps) -> None:
         self.sampling = sampling
         self.sample: Callable[..., Tensor] = partial(sample, ops=sampling)
-        """`sampler.sample` with these operations, without a wrapper's cost."""
+        """`sampler.sample` with these operations, without the cost of a wrapper."""
         self.sample_changed = self.sample
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:

@@ -29,14 +29,14 @@ def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
 @refuses_unknown_fields(_ELSEWHERE, "docs/sampling.md", _without_backend)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Structured output of a completion. Exactly one of the first six is given; names and meanings are vLLM's."""
+    """Structured output of a completion. Exactly one of the first six fields is given. Names and meanings are vLLM's."""
 
     json: str | Mapping[str, Any] | None = None
     """A JSON schema, as a dict or as text."""
     regex: str | None = None
     """An ECMA-262 regular expression that the whole text matches. Classes are ASCII unless the flag u is set."""
     choice: Sequence[str] | None = None
-    """Texts, one of which is the completion."""
+    """Texts, one of which must be the completion."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
     json_object: bool | None = None
@@ -45,7 +45,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """True for JSON without whitespace between its parts."""
     disable_additional_properties: bool = False
-    """True to forbid properties that a JSON schema does not name, unless the schema itself allows or forbids others."""
+    """True to forbid properties that a JSON schema does not name, unless the schema itself allows or forbids them."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace within JSON. None means at most one space, tab or line break."""
 
@@ -112,12 +112,12 @@ class StructuredOutputsParams:
 
     @cached_property
     def key(self) -> str:
-        """The structured output as JSON, equal for equal ones. The order of a schema's properties matters."""
+        """The structured output as JSON, identical for equal structured outputs. The order of a schema's properties matters."""
         return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], default=dict)
 
 
 def may_be_closed(schema: Any) -> bool:
-    """Return whether unnamed properties of a JSON schema can be forbidden: not if several of its parts name some."""
+    """Return whether a JSON schema's unnamed properties can be forbidden: they cannot if several parts of it name properties."""
     return not any(word in json.dumps(schema, default=dict) for word in ('"allOf"', '"dependentSchemas"', '"if"'))
 
 

@@ -16,7 +16,7 @@ class Verified(NamedTuple):
 
     tokens: Tensor
     """int64 [rows, drafts + 2]: the tokens sampled after the newest one and after each draft, then the number of accepted tokens
-    (drafts, and the token after them). One tensor, because a copy to the host costs more than its content."""
+    (drafts and the next token). One tensor, because a copy to the host costs more than its content."""
     newest: Tensor
     """int64 [rows]: the last accepted token."""
 
@@ -26,7 +26,7 @@ AcceptDrafts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
-    """Compare drafts with the tokens sampled at their positions. Returns `Verified.tokens`; entries past a row's width are
+    """Compare drafts with the tokens sampled at their positions. Return `Verified.tokens`; entries past a row's width are
     invalid.
     ids: query tokens of each sequence, of which the first `recomputed` are not new. sampled: tokens sampled after each of them.
         newest: receives the last accepted token in the sequence's row."""

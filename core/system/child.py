@@ -1,4 +1,4 @@
-"""Child processes that answer with lines of JSON. If a child crashes, hangs, prints or exits, the parent is unaffected."""
+"""Child processes that answer in lines of JSON. A child that crashes, hangs, prints or exits does not affect the parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class ChildDied(Exception):
-    """Error that the child has ended, or has not answered in time. The text says how, with its last line on stderr."""
+    """Error: the child has ended or has not answered in time. The text says how, with the child's last line on stderr."""
 
     def __init__(self, how: str, stderr: str = "", timed_out: bool = False) -> None:
         """stderr: the child's stderr output."""
@@ -36,7 +36,7 @@ class ChildDied(Exception):
 
 
 def how_it_ended(code: int) -> str:
-    """Return the text of a `subprocess` exit code: "was killed by SIGSEGV", "exited with code 3"."""
+    """Return the text of a `subprocess` exit code: such as "was killed by SIGSEGV" or "exited with code 3"."""
     if code >= 0:
         return f"exited with code {code}"
     with contextlib.suppress(ValueError):
@@ -50,7 +50,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def module_path() -> str:
-    """Return the $PYTHONPATH with which another Python finds the modules that this one finds."""
+    """Return the $PYTHONPATH with which a different Python process finds the modules that this one finds."""
     return os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
 
 
@@ -93,7 +93,7 @@ class Child:
             self.process.stdin.flush()
 
     def answer(self, timeout: float | None) -> dict[str, Any]:
-        """Return the next line that is a JSON object. timeout: seconds, or None.
+        """Return the next line that is a JSON object. timeout: seconds; None means no limit.
         :raises ChildDied: if the process ended, or did not answer within `timeout` seconds, after which it is stopped."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:

@@ -36,7 +36,7 @@ def kernel_folders() -> tuple[Path, Path]:
 
 
 def obstacle(folder: Path) -> str:
-    """Return why files cannot be stored in a folder, which need not exist yet. Empty if they can."""
+    """Return the reason why files cannot be stored in a folder, or "" if they can. The folder need not exist yet."""
     parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not parent.is_dir():
         return f"{parent} is not a folder"
@@ -48,7 +48,7 @@ def obstacle(folder: Path) -> str:
 
 @cache
 def warn_unwritable(folder: Path, why: str) -> None:
-    """Warn once that compiled kernels are not cached, with the cost."""
+    """Warn once that compiled kernels are not cached, and what that costs."""
     log.warning(
         "kernel cache: %s cannot be written (%s): every process recompiles its kernels, about a second each; set HEADWAY_CACHE "
         "to another folder",
@@ -60,7 +60,7 @@ def warn_unwritable(folder: Path, why: str) -> None:
 _PART = ".headway-part"  # Suffix of incomplete files and folders
 _SHARED, _PRIVATE = 0o666, 0o600
 LARGEST_TEXT = 1 << 28
-"""Maximum bytes of a text file to read. A table of 20,000 cells takes 10 MiB."""
+"""Maximum size of a text file to read, in bytes. A table of 20,000 cells takes 10 MiB."""
 
 
 def read_text(path: Path) -> str:
@@ -151,7 +151,7 @@ def make_private(folder: Path) -> None:
 
 
 def clean(folder: Path) -> list[Path]:
-    """Remove incomplete files and folders of killed processes, but not of living ones. Returns the removed paths."""
+    """Remove incomplete files and folders of killed processes, but not of running ones. Return the removed paths."""
     found = []
     with contextlib.suppress(OSError):
         for part in folder.glob(f".*{_PART}"):
@@ -202,7 +202,7 @@ def _part_file(path: Path, mode: int) -> Iterator[tuple[Path, int]]:
 
 
 def _check_replaceable(path: Path, old: os.stat_result) -> None:
-    """Check that a file can be replaced. :raises PermissionError: if it is read-only, or its owner could not be preserved."""
+    """Check that a file can be replaced. :raises PermissionError: if it is read-only, or if its owner could not be preserved."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     if os.geteuid() not in (0, old.st_uid):

@@ -1,4 +1,4 @@
-"""Search for the tensors that an object holds, by walking its fields, with the path of each."""
+"""Search for the tensors that an object references, by walking its fields; gives the path of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN = "headway."  # Modules whose objects are searched, besides torch's modules
 def held_tensors(*roots: object) -> dict[str, Tensor]:
     """Return path -> tensor (`0.layers.3.norm.weight`) reachable from objects of Headway or torch. The first path counts.
 
-    Objects whose class sets `borrows` refer to tensors of others, and are not searched.
+    Objects whose class sets `borrows` refer to tensors of other objects, and are not searched.
     """
     found: dict[str, Tensor] = {}
     seen: dict[int, object] = {}  # holds what properties return, so that no id is reused meanwhile
@@ -34,7 +34,7 @@ def held_tensors(*roots: object) -> dict[str, Tensor]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield the names and values in an object; nothing if it is not searched."""
+    """Yield the names and values in an object; yield nothing if the object is not searched."""
     if getattr(type(value), "borrows", False):
         return
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""JSON files of pydantic models: written atomically, read with an error that names the first fault."""
+"""JSON files of pydantic models: written atomically, and read with an error that names the first fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
 
 
 def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
-    """Write a user's file atomically. option: its name in errors. :raises ConfigError: if it fails; the old file stays."""
+    """Write a user's file atomically. option: its name in errors. :raises ConfigError: if that fails; the old file stays."""
     try:
         write_whole(path, content, durable=True)
     except OSError as error:
@@ -30,8 +30,8 @@ def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
 
 
 def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") -> Model:
-    """Return a file of `write_json` as a model. written_by: its command, for errors.
-    :raises ConfigError: if it is missing, not JSON, or invalid."""
+    """Return a file of `write_json` as a model. written_by: command that writes such files, for errors.
+    :raises ConfigError: if the file is missing, not JSON, or invalid."""
     need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
     try:
         return parse_model(read_text(path), kind, str(path), any_number=True)

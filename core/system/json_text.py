@@ -22,7 +22,7 @@ _LEVELS: Final = 200  # Maximum nesting of objects and arrays in pydantic's read
 _LONG_LIST: Final = 16  # Minimum length of a list of numbers that is checked as a whole
 _LONGEST_PATH: Final = 200
 _NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-"""Python type -> its name in JSON."""
+"""Python type -> the type's name in JSON."""
 
 
 BODY: Final = "the body"
@@ -30,7 +30,7 @@ BODY: Final = "the body"
 
 
 class JsonError(ConfigError):
-    """Error for a text that is not JSON, or is JSON of another type than needed."""
+    """Error for a text that is not JSON, or is JSON of a different type than needed."""
 
 
 def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_number: bool = False) -> Any:
@@ -59,7 +59,7 @@ def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_
 
 def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_number: bool = False) -> Model:
     """Return JSON as a pydantic model. source: see `parse_json`; empty for a request's body.
-    :raises JsonError: see `parse_json`. :raises pydantic.ValidationError: if a field has another type."""
+    :raises JsonError: see `parse_json`. :raises pydantic.ValidationError: if a field has the wrong type."""
     return kind.model_validate(parse_json(text, source, dict, any_number=any_number))
 
 
@@ -98,7 +98,7 @@ def _all_fit(value: object) -> bool:
 
 
 def _are_small(values: list[Any]) -> bool:
-    """Return whether values such as a prompt's token ids are all numbers of less than 64 bits. Runs at the speed of C."""
+    """Return whether values such as a prompt's token ids are all numbers of less than 64 bits. Runs in C."""
     try:
         return math.hypot(*values) < -_LEAST  # at least as large as the largest value
     except (TypeError, OverflowError):
@@ -110,7 +110,7 @@ def _fits(number: float) -> bool:
 
 
 def _unfit(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Yield the paths and the numbers that do not fit."""
+    """Yield path and value of each number that is not finite or has more than 64 bits."""
     if isinstance(value, int | float):
         if not _fits(value):
             yield path, value

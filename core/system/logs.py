@@ -1,4 +1,4 @@
-"""Headway's log: output of commands to stderr, tracebacks of foreign exceptions, one-time warnings."""
+"""Headway's log: log output of commands on stderr, tracebacks of third-party exceptions, one-time warnings."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def log_to_stderr(level: int, name: str = "headway") -> None:
 
 
 def log_traceback(what: str, error: BaseException) -> None:
-    """Log the traceback of an exception that a user sees as one line, at -v or with $HEADWAY_DEBUG=1."""
+    """Log the traceback of an exception that is shown to users as one line; only with -v or $HEADWAY_DEBUG=1."""
     log.log(logging.WARNING if os.environ.get("HEADWAY_DEBUG") == "1" else logging.INFO, "%s raised:", what, exc_info=error)
 
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning only once, for example not for each layer and phase."""
+    """Log a warning only once, for example instead of for each layer and phase."""
     log.warning("%s", text)
 
 
 def blame(error: BaseException, backend: str, phase: Phase, work: str) -> HeadwayError:
-    """Return a HeadwayError unchanged, any other error wrapped with the backend (such as "backend triton"), phase and shapes."""
+    """Return a HeadwayError unchanged, or any other error wrapped with backend (such as "backend triton"), phase and shapes."""
     if isinstance(error, HeadwayError):
         return error
     log_traceback(backend, error)

@@ -1,4 +1,4 @@
-"""Clock that divides the seconds of a long task among its parts."""
+"""Clock that divides the duration of a long task among its parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class PartClock:
-    """Seconds per part. Time in a nested part counts only for the nested part."""
+    """Clock that measures seconds per part. Time in a nested part counts only for the nested part."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class PartClock:
     def within(
         self, name: str, make: Callable[[], AbstractContextManager[object]] | None
     ) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return a function that makes the same contexts as `make` and times them as a part. None for None."""
+        """Return a function that makes the contexts that `make` makes and times them as a part. None if `make` is None."""
         if make is None:
             return None
 

@@ -30,7 +30,7 @@ _RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
 
 
 def command_line(*program: str) -> str:
-    """Return the running command, as typed after `program` ("headway"), with undecodable bytes escaped."""
+    """Return the running command as typed, beginning with `program` ("headway"), with undecodable bytes escaped."""
     return harmless(shlex.join([*(program or ("headway",)), *sys.argv[1:]]), keep="\n\t")
 
 
@@ -42,7 +42,7 @@ class Origin(BaseModel):
     version: str
     """Version of the distribution headway."""
     commit: str | None = None
-    """Commit of the checkout, twelve digits. None if the package was installed from elsewhere."""
+    """Commit of the checkout, in twelve digits. None if neither git nor $HEADWAY_COMMIT gives it."""
     modified: bool = False
     """True if tracked files differed from that commit."""
 
@@ -110,7 +110,7 @@ def _ptxas_version(arch: int) -> str:
 
 @cache
 def _release_of(path: str) -> str:
-    """Return the full version that ptxas prints: two builds that both print 12.8 may generate different code."""
+    """Return the full version that ptxas prints, since two builds of version 12.8 may generate different code."""
     printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     releases = [exact or short for exact, short in _RELEASE.findall(printed)]
     return max(releases, key=len, default=_UNKNOWN)
@@ -129,7 +129,7 @@ def _nvrtc_version() -> str:
 
 @cache
 def _cublas_version() -> str:
-    """Return the version of torch's cuBLAS, empty without one. Makes no handle."""
+    """Return the version of torch's cuBLAS, or "" without cuBLAS. Does not create a handle."""
     import torch
 
     try:

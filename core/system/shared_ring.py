@@ -1,4 +1,4 @@
-"""Ring buffer of slots in shared memory: one process writes messages, and several processes each read all of them, in order.
+"""Ring buffer of slots in shared memory: one process writes messages, and several processes each read all messages, in order.
 
 A waiting reader polls for a moment and then sleeps until the writer wakes it through a pipe. The memory and the pipes have no
 names: nothing remains once the last process that uses them ends, for any reason.
@@ -38,16 +38,16 @@ def _fence() -> None:
 
 
 class RingSize(NamedTuple):
-    """Shape of a ring, equal in all its processes."""
+    """Shape of a ring, which is equal in all its processes."""
 
     num_readers: int
     num_slots: int = 8
     slot_bytes: int = 64 * 1024
-    """Bytes of a message per slot; a longer message takes several slots."""
+    """Bytes of a message that fit in a slot. A longer message takes several slots."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole memory."""
+        """Size of the ring's memory in bytes."""
         return (1 + self.num_readers) * _LINE * 8 + self.num_slots * (_HEADER + self.slot_bytes)
 
 
@@ -63,7 +63,7 @@ def shared_memory(num_bytes: int) -> int:
 
 
 class LifeSigns:
-    """Heartbeat and progress of one reader's process, which the writer's process reads: numbers that only grow."""
+    """Heartbeat and progress of one reader's process, which the writer's process reads: counters that only grow."""
 
     def __init__(self, line: NDArray[numpy.int64]) -> None:
         self._line = line
@@ -111,7 +111,7 @@ class _Ring:
         self._first_slot = numbers.nbytes
 
     def progress_of(self, reader: int) -> LifeSigns:
-        """Return the heartbeat and progress of a reader. -1 means the writer."""
+        """Return the heartbeat and progress of a reader. reader: -1 means the writer."""
         return LifeSigns(self._lines[1 + reader])
 
     def _slot(self, message: int) -> int:
@@ -156,7 +156,7 @@ class RingReader(_Ring):
     """One of the readers of a ring."""
 
     def __init__(self, descriptor: int, size: RingSize, reader: int, wake_pipe: int, spin_seconds: float) -> None:
-        """reader: number from 0. wake_pipe: read end of its pipe. spin_seconds: seconds of polling before the reader sleeps."""
+        """reader: index from 0. wake_pipe: read end of its pipe. spin_seconds: seconds of polling before the reader sleeps."""
         super().__init__(descriptor, size)
         self._line = self._lines[1 + reader]
         self._wake_pipe = wake_pipe
@@ -166,7 +166,7 @@ class RingReader(_Ring):
         """Heartbeat and progress of this reader's process, for it to update."""
 
     def read(self) -> bytes:
-        """Return the next message, waiting for it."""
+        """Wait for the next message and return it."""
         total, message = self._read_part()
         while len(message) < total:
             message += self._read_part()[1]

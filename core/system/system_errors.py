@@ -42,12 +42,12 @@ _OUT_OF_MEMORY: Final = (
     "not enough memory",
     "Cannot allocate memory",
 )
-"""Texts of torch's RuntimeErrors for too little memory, which has no separate class."""
+"""Texts in torch's RuntimeErrors for a lack of memory, which have no class of their own."""
 _MEMORY: Final = "memory: there is too little for this; take a smaller model, batch or kv_cache_memory, or close other programs"
 
 
 def system_error_text(error: BaseException) -> str | None:
-    """Return one line about a system or encoding error: where, what, what to do. None for another exception."""
+    """Return one line about a system or encoding error (where, what, what to do), or None for any other exception."""
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(said in text for said in _OUT_OF_MEMORY)):
         return _MEMORY
@@ -78,14 +78,14 @@ def open_closed_streams() -> None:
 
 
 class LossyFile(io.FileIO):
-    """File of a stream whose writes never fail: data that a full disk or a closed pipe rejects is lost."""
+    """File for a stream whose writes never fail: data that a full disk or a closed pipe rejects is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
         self._stream = stream  # keeps the stream from closing the file
 
     def write(self, data: Any) -> int:
-        """Write as much as possible. Returns the number of bytes given."""
+        """Write as much as possible. Return the number of bytes given."""
         left = memoryview(data).cast("B")
         size = len(left)
         with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class LossyFile(io.FileIO):
 
 
 def outlive_stderr() -> None:
-    """Let commands continue if stderr cannot be written (`2>/dev/full`), unless another stream has replaced it."""
+    """Let commands continue if stderr cannot be written (`2>/dev/full`), unless a different stream has replaced it."""
     found = sys.stderr
     if type(found) is io.TextIOWrapper and found.fileno() == _STDERR:
         raw = LossyFile(found)
@@ -103,7 +103,7 @@ def outlive_stderr() -> None:
 
 
 def escape_unencodable(*streams: TextIO | None) -> None:
-    """Make streams escape characters that their encoding lacks, such as an ASCII terminal's."""
+    """Make streams escape characters that their encoding lacks, for example on an ASCII terminal."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -56,7 +56,7 @@ class _Harmless:
 
 
 def progress_bar(console: Console | None) -> Progress:
-    """Return a progress bar with the time left, hidden if the console is not a terminal."""
+    """Return a progress bar that shows the time left, hidden if the console is not a terminal."""
     import rich.progress as bars
 
     shown = console if console is not None and console.is_terminal else None

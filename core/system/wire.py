@@ -28,7 +28,7 @@ class Wire:
             self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """Return the next object, waiting for it. :raises EOFError, OSError: if the other end is closed."""
+        """Wait for the next object and return it. :raises EOFError, OSError: if the other end is closed."""
         try:
             return pickle.load(self._file)
         except pickle.UnpicklingError as error:  # the sender was killed in the middle of a message

@@ -83,7 +83,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Add a command-line flag for each option, including vLLM's, to an argparse parser. See `from_cli_args`."""
+        """Add a command-line flag for each option, including vLLM's, to an argparse parser; read them with `from_cli_args`."""
         group = parser.add_argument_group("model and engine")
         for name, text in engine_args.help_texts().items():
             if name not in ("registry", "backends", "plugins", "logits_processors"):
@@ -95,13 +95,13 @@ class VllmEngineArgs(engine_args.EngineArgs):
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Return the options in a namespace parsed with `add_cli_args`; other entries are ignored. Raises as `of`."""
+        """Return the options in a namespace that has the flags of `add_cli_args`; other entries are ignored. Raises as `of`."""
         known = {*_OWN, *ACCEPTED_OPTIONS, *LLM_OPTIONS}
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
 
 def _translating(kind: C) -> C:
-    """Return a class of the same name that also accepts vLLM's options."""
+    """Return a subclass of `kind` with its name that also accepts vLLM's options."""
 
     @engine_args.takes_arguments_of(engine_args.EngineArgs)
     @functools.wraps(kind.__init__)  # type: ignore[misc]
@@ -181,7 +181,7 @@ def get_open_port() -> int:
 
 
 def set_random_seed(seed: int | None) -> None:
-    """Seed Python, numpy and torch. None does nothing. An engine's tokens depend only on its option `seed`."""
+    """Seed Python, numpy and torch; None does nothing. An engine's sampling depends only on its `seed` option."""
     if seed is not None:
         random.seed(seed)
         numpy.random.seed(seed)
@@ -189,11 +189,11 @@ def set_random_seed(seed: int | None) -> None:
 
 
 class Platform:
-    """Devices that torch finds on this machine."""
+    """Platform queries about the devices that torch finds on this machine."""
 
     @property
     def device_type(self) -> str:
-        """cuda or cpu."""
+        """Type of the device: "cuda" or "cpu"."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def is_cuda(self) -> bool:
@@ -270,7 +270,7 @@ LACKING: Final = {
     ),
     **of_each("WeightTransferConfig", "not supported: load the new weights with a new LLM"),
 }
-"""vLLM's name -> why it is missing. A stand-in is imported instead and raises when used."""
+"""vLLM's name -> why it is missing. A stand-in is imported instead, and raises an error when used."""
 
 MODULES: Final = {
     "assets": "",
@@ -351,11 +351,11 @@ LACKING_MODULES: Final = {
 
 
 class LackingError(HeadwayError, ValueError):
-    """A name of vLLM was used that has no equivalent in Headway."""
+    """Error for the use of a vLLM name that has no equivalent in Headway."""
 
 
 def _stand_in(name: str, reason: str) -> type:
-    """Return a stand-in class for a missing name: usable in annotations, it raises the reason on any other use."""
+    """Return a stand-in class for a missing name: usable in annotations, but any other use raises an error with the reason."""
 
     def refuse(*_: object, **__: object) -> Any:
         raise LackingError(f"{name}: {reason}")
@@ -373,7 +373,7 @@ def _reason(module: str) -> str | None:
 
 
 class _Nowhere(list[str]):
-    """The `__path__` of a module without submodules: searching it raises the reason."""
+    """The `__path__` of a module without submodules: searching it raises an error with the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ def _missing(module: str, reason: str | None) -> Callable[[str], Any]:
 
 
 def _register() -> None:
-    """Create vLLM's modules with their names and register them for import."""
+    """Create modules with the names of vLLM's modules and register them for import."""
     own = sys.modules[__name__]
     for name, why in LACKING.items():
         setattr(own, name, _stand_in(name, why))

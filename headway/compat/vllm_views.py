@@ -65,14 +65,14 @@ class VllmConfig:
     scheduler_config: SimpleNamespace
     parallel_config: SimpleNamespace
     cache_config: SimpleNamespace | None = None
-    """None before the engine has its KV cache."""
+    """Settings of the KV cache. None until the engine has allocated its cache."""
     speculative_config: None = None
     lora_config: None = None
     additional_config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: EngineArgs, model: LoadedModel) -> VllmConfig:
-        """Return the settings for options and a loaded model."""
+        """Return the settings that describe these options and a loaded model."""
         decoder = model.decoder
         config = args.engine_config().for_device(decoder.device)
         longest, ranks = args.max_model_len or decoder.max_position_embeddings, args.tensor_parallel_size
@@ -99,7 +99,7 @@ COUNTERS: Final = {
     "spec_decode_num_draft_tokens": ("Draft tokens that were verified.", "num_draft_tokens"),
     "spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", "num_accepted_tokens"),
 }
-"""Name -> help text and field of EngineStats."""
+"""Name of a counter -> its help text and its field in EngineStats."""
 
 
 @dataclass

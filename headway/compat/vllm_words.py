@@ -55,7 +55,7 @@ LLM_OPTIONS: Final = {
     "speculative_config": "method may be ngram, suffix or draft_model",
     "additional_config": "not supported: docs/options.md lists the options",
 }
-"""Options of vLLM's LLM that Headway lacks or has by another name -> a hint."""
+"""Options of vLLM's LLM that Headway lacks or names differently -> a hint for the user."""
 
 FLAGS: Final = {
     **LLM_OPTIONS,
@@ -120,7 +120,7 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "logprobs_mode": ("raw_logprobs",),
     "kv_offloading_backend": ("native",),
 }
-"""Options of `LLM_OPTIONS` -> the values that match what Headway does anyway. None is such a value for all of them."""
+"""Options of `LLM_OPTIONS` -> the values that match what Headway does anyway. None matches for every option."""
 
 _HARMLESS: Final = """
 aggregate_engine_logging all2all_backend allowed_local_media_path allowed_media_domains collect_detailed_traces
@@ -146,7 +146,7 @@ video_pruning_rate
 """
 ANY_VALUE: Final = frozenset(_HARMLESS.split())
 """vLLM's options that affect neither the output nor the memory of a text model here: names of metrics and logs, alternative
-implementations, and details of features whose main option is rejected."""
+implementations, and settings of features whose main option is rejected."""
 
 SHORT_FLAGS: Final = {"-tp": "--tensor-parallel-size", "-q": "--quantization"}
 """vLLM's short options -> the long option."""
@@ -159,11 +159,11 @@ _ATTENTION: Final = {
     "FLEX_ATTENTION": "flex",
     "FLASHINFER": "flashinfer",
 }
-"""vLLM's name of an attention backend -> Headway's."""
+"""vLLM's name of an attention backend -> Headway's name."""
 
 
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
-"""vLLM's name for the task of a pooling model -> Headway's."""
+"""vLLM's name for the task of a pooling model -> Headway's name."""
 
 VALUES: Final[Mapping[str, Mapping[object, str]]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -172,13 +172,13 @@ VALUES: Final[Mapping[str, Mapping[object, str]]] = {
     "model_impl": {"vllm": "headway"},
     "task": _TASKS,
 }
-"""Option with the same name in vLLM -> vLLM's names for values -> Headway's. The command line accepts them too."""
+"""Option that vLLM also has -> vLLM's name for a value -> Headway's name. The command line accepts vLLM's names too."""
 
 
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
-    """Return a call's options with Headway's names: vLLM's are translated, or left out if they have no effect.
+    """Return a call's options under Headway's names: vLLM's options are translated, or left out if they have no effect.
 
-    None selects an option's default. own: Headway's names. Unknown options are returned unchanged, to be rejected later.
+    None selects an option's default. own: Headway's option names. Unknown options are returned unchanged, to be rejected later.
     :raises ConfigError: if an option of vLLM has a value without an equivalent.
     """
     translated: dict[str, Any] = {}
@@ -309,7 +309,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "structured_outputs_config": _structured,
     "trust_remote_code": _trust,
 }
-"""Options of vLLM -> the function that translates each to Headway's options."""
+"""vLLM's option -> the function that translates its value to Headway's options."""
 
 ACCEPTED_OPTIONS: Final = frozenset(ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
 """vLLM's options that Headway accepts, some of them only with certain values."""
@@ -332,7 +332,7 @@ _NO_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
     "tokenization_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
-"""Keyword -> values other than None that have no effect here."""
+"""Keyword -> the values, other than None, that have no effect in Headway."""
 
 METHODS: Final = {
     **of_each("pause_generation resume_generation is_paused", "not supported here: headway serve has /pause and /resume"),
@@ -345,7 +345,7 @@ METHODS: Final = {
 
 
 def check_keywords(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Reject unknown keywords, except vLLM's without effect. :raises ConfigError: if one is unknown."""
+    """Reject unknown keywords, except vLLM's keywords that have no effect. :raises ConfigError: if one is unknown."""
     effective = [name for name, value in given.items() if not _has_no_effect(name, value)]
     refuse_unknown(owner, effective, known, CALL_KEYWORDS, "docs/sampling.md")
 

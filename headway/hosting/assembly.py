@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 _SHARE = 0.1
-"""Share of a GPU's free memory for the draft model's KV cache."""
+"""Fraction of a GPU's free memory for the draft model's KV cache."""
 
 
 class DraftModel:
@@ -84,7 +84,7 @@ class DraftModel:
         return DraftedSequence(self)
 
     def propose_batch(self, sequences: Sequence[Sequence[int]], most: Sequence[int]) -> list[list[int]]:
-        """Return draft tokens of several sequences, at most `most` for each; none for sequences too long for the draft model."""
+        """Return draft tokens for several sequences, at most `most` for each, and none for those too long for the draft model."""
         engine, found = self._engine, [list[int]() for _ in sequences]
         longest = engine.limits.max_model_len
         for number, (token_ids, count) in enumerate(zip(sequences, most, strict=True)):
@@ -117,7 +117,7 @@ class DraftedSequence:
 
 
 def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
-    """Return the options of the draft model's engine, derived from the target engine's. device: device of both."""
+    """Return the options of the draft model's engine, derived from the target engine's. device: device of both engines."""
     assert args.speculative_model is not None
     memory = args.kv_cache_memory
     if memory is None and device.type == "cuda":
@@ -155,17 +155,17 @@ class Assembly(NamedTuple):
     model: LoadedModel
     engine: EngineLoop
     stats_log: StatsLog | None
-    """Logger of statistics. None if log_stats_interval is None."""
+    """Periodic logger of statistics. None if log_stats_interval is None."""
     start: PartClock
-    """Durations of the parts of this start."""
+    """Durations of the parts of the engine's startup."""
     rules: RequestRules = RequestRules()
-    """Rules for requests from the options."""
+    """Rules for requests, as set by the options."""
     settings: VllmConfig | None = None
     """Options under vLLM's names, for programs that read them."""
     worker_extension: str = ""
     """Value of the option worker_extension_cls."""
     draft: Assembly | None = None
-    """Draft model and its engine. None without a draft model."""
+    """Draft model and its engine. None if there is no draft model."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
@@ -188,9 +188,9 @@ def checked_registry(args: EngineArgs) -> Registry:
 
 
 def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
-    """Load a model and make its engine, with all its ranks. registry: result of `checked_registry`; None means to call it.
+    """Load a model and make its engine, with all its ranks. registry: result of `checked_registry`; None calls it.
 
-    :raises HeadwayError: if an option is wrong, or a rank failed to start; the message has one line.
+    :raises HeadwayError: if an option is invalid or a rank fails to start; the message is one line.
     """
     clock, age = PartClock(), time.time() - psutil.Process().create_time()
     assembly = _assemble_ranks(args, registry, clock)
@@ -220,7 +220,7 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
 
 @dataclass(frozen=True)
 class _Start:
-    """The values that all parts of a start share."""
+    """Values that all parts of an engine's startup share."""
 
     args: EngineArgs
     registry: Registry
@@ -232,7 +232,7 @@ class _Start:
 
     @cached_property
     def config(self) -> EngineConfig:
-        """Engine configuration from the options."""
+        """Engine configuration, taken from the options."""
         return self.args.engine_config()
 
     @cached_property
@@ -242,12 +242,12 @@ class _Start:
 
     @cached_property
     def table(self) -> TableRequest:
-        """Crossover tables for `auto`, and the measuring budget."""
+        """Request for the crossover tables of `auto`, with the measuring budget."""
         return TableRequest([Path(path) for path in self.args.crossover_table or ()], self.args.autotune_budget)
 
     @cached_property
     def budget(self) -> SharedBudget:
-        """Seconds that all measurements may take together."""
+        """Time budget that all measurements share."""
         return SharedBudget(0.0 if self.args.deterministic else self.table.seconds(self.device))
 
 
@@ -257,7 +257,7 @@ class _Loaded(NamedTuple):
     model: LoadedModel
     layers: LayerSpecs
     sampling: SamplingOps | None
-    """Sampling operations. None if they are made later, when the model may run."""
+    """Sampling operations. None if they are made later, once the model can run."""
 
 
 def _assemble(start: _Start) -> Assembly:
@@ -299,8 +299,8 @@ def _load(start: _Start) -> _Loaded:
     """Load the model, while another thread tests the backends that `auto` may choose from.
 
     Sampling kernels are compiled here by running the model, before anything is measured. That is not possible if measurements
-    choose kernels for linear layers or experts, since weights are packed for them, or if there are other ranks, which join in the
-    model's all-reduces only after they received the choices.
+    choose kernels for linear layers or experts, since weights are packed for them, or if there are other ranks, which join the
+    model's all-reduces only after they have received the choices.
     """
     with _trying_backends(start):
         with start.clock.part("weights"):
@@ -313,7 +313,7 @@ def _load(start: _Start) -> _Loaded:
 
 @contextmanager
 def _trying_backends(start: _Start) -> Iterator[None]:
-    """Test the backends that `auto` may choose from in a thread, while the context runs.
+    """Test in a thread, for the duration of the context, the backends that `auto` may choose from.
 
     This takes seconds: some GPU backends test a library in a child process, and the CPU backend compiles C code.
     """
@@ -328,7 +328,7 @@ def _trying_backends(start: _Start) -> Iterator[None]:
 
 
 def _assemble_draft(start: _Start) -> Assembly | None:
-    """Load the draft model named in the options and make its engine; None if there is none."""
+    """Load the draft model named in the options and make its engine. Return None if no draft model is named."""
     if start.args.speculative_model is None:
         return None
     args = draft_args(start.args, start.device)
@@ -336,7 +336,7 @@ def _assemble_draft(start: _Start) -> Assembly | None:
 
 
 def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
-    """Measure attention and recurrent layers, and return their times, which are sent to the other ranks too.
+    """Measure attention and recurrent layers. Return their times, which are also sent to the other ranks.
 
     Linear and MoE layers choose their kernels by measurement as well; all share one budget. Deterministic mode pins one kernel
     regardless of speed, and only checks that third-party kernels run.
@@ -368,7 +368,7 @@ def choose_weight_kernels(
     clock: PartClock,
     ahead: CompileAhead | None,
 ) -> None:
-    """Choose the kernel of each kind of linear and MoE layer by measured times, within what is left of a budget."""
+    """Choose the kernel of each kind of linear and MoE layer by measured times, within the rest of a time budget."""
     with clock.part("measuring experts"):
         for kind in experts:
             with budget.part() as seconds:
@@ -410,7 +410,7 @@ def _engine(
 def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
     """Return the proposer of draft tokens, by name or for a draft model; None if there is neither.
 
-    :raises ConfigError: if the draft model has another vocabulary.
+    :raises ConfigError: if the draft model's vocabulary differs from the model's.
     """
     if draft is not None:
         size, own = model.decoder.vocab_size, draft.model.decoder.vocab_size
@@ -438,7 +438,7 @@ def _rules(args: EngineArgs) -> RequestRules:
 
 
 def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
-    """Add the values to the vLLM settings that are known only once the engine has its cache."""
+    """Add to the vLLM settings the values that are known only once the engine has its cache."""
     pool, longest = engine.capacity.pool, engine.limits.max_model_len
     settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
     settings.cache_config = SimpleNamespace(

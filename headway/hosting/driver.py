@@ -1,4 +1,4 @@
-"""Engine driver: the lock under which clients step a shared engine, and the listeners that receive each step's outputs."""
+"""Engine driver: the lock that clients hold to step a shared engine, and the listeners that receive each step's outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeldInterrupts:
         self._pending = False
 
     def hold(self) -> None:
-        """Delay the first SIGINT from now on."""
+        """Start delaying the first SIGINT."""
         found = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
         if callable(found):
             self._handler = found
@@ -41,7 +41,7 @@ class HeldInterrupts:
                 self._handler = None
 
     def release(self) -> None:
-        """Stop delaying, and handle a SIGINT that came meanwhile."""
+        """Stop delaying, and handle the SIGINT that was delayed, if any."""
         if current_thread() is not main_thread() or self._handler is None:
             return
         handler = self._handler
@@ -60,7 +60,7 @@ class FairLock:
     """First-come, first-served lock for `with`. Ctrl-C is delayed until the main thread has released the lock.
 
     A threading.Lock may go repeatedly to the thread that just released it: a call that steps an engine in a loop could starve all
-    others. A thread that enters the lock again would deadlock and gets an error instead; this happens to a logits processor or a
+    others. A thread that acquires it again would deadlock and gets an error instead; this happens to a logits processor or a
     signal handler that calls the engine within its step.
     """
 
@@ -77,7 +77,7 @@ class FairLock:
         return get_ident() in self._callers
 
     def check_not_mine(self) -> None:
-        """Check that this thread may wait for the engine. :raises ConfigError: if it would wait for itself."""
+        """Check that this thread may wait for the engine. :raises ConfigError: if the thread would wait for itself."""
         if self.is_mine:
             need = "calls between its steps, or from a thread that the step does not wait for"
             raise ConfigError("the engine", need, "a call within a step, by a logits processor or the handler of a signal")
@@ -132,7 +132,7 @@ request id and index (None means all completions of the request).
 
 
 class EngineDriver:
-    """An engine that several clients share. Any client's step advances the requests of all."""
+    """An engine that several clients share. A step by any client advances the requests of all clients."""
 
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
@@ -141,14 +141,14 @@ class EngineDriver:
         self.text_model = TextModel(model.name, model.folder, model.tokenizer)
         self.validator = RequestValidator(self.text_model, assembly.engine.limits, assembly.rules)
         self.lock = FairLock()
-        """Held by the caller of the engine, for at most one step."""
+        """Lock that the engine's caller holds, for at most one step."""
         self._listeners: tuple[Listener, ...] = ()
         self._guard = Lock()
         self.names = RequestNames()
         self.task_state: dict[str, Any] = {}
         """Objects that tasks store for later tasks, by name; see headway.hosting.host."""
         self.on_cpu = assembly.device.type == "cpu"
-        """True if activations and compiled kernels are in this process's memory; freed memory is returned at intervals."""
+        """True if activations and compiled kernels use this process's memory, whose freed part is returned at intervals."""
         self._deferred: list[Callable[[], None]] = []  # Calls by the step's thread, delayed to the end of the step
         self._next_trim = time.perf_counter() + TRIM_INTERVAL
 

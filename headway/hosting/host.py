@@ -27,11 +27,11 @@ log = logging.getLogger("headway")
 
 T = TypeVar("T")
 Task = Callable[[EngineDriver], T]
-"""Work that a host runs on its engine. For another process it must be a module's function or a partial of one."""
+"""Work that a host runs on its engine. For another process it must be a module-level function or a partial of one."""
 
 
 class EngineDeadError(RuntimeError):
-    """The thread or process of the engine has ended, because of a fault (the cause of this error) or a shutdown."""
+    """Error: the engine's thread or process has ended, because of a fault (this error's cause) or a shutdown."""
 
 
 class EngineFacts(NamedTuple):
@@ -43,12 +43,12 @@ class EngineFacts(NamedTuple):
     max_num_seqs: int
     device: str
     selection: str
-    """Chosen backends, and the reasons."""
+    """Text that names the chosen backends and the reasons."""
     rules: RequestRules = RequestRules()
     """Rules for requests from the options."""
     eos_token_ids: frozenset[int] = frozenset()
     rounding: str = ""
-    """Description of the rounding of activations by this CPU's kernels; empty if there is none."""
+    """Description of how this CPU's kernels round activations; empty if they do not."""
 
     @classmethod
     def of(cls, driver: EngineDriver) -> EngineFacts:
@@ -68,7 +68,7 @@ class EngineFacts(NamedTuple):
 
 
 class EngineHost(ABC):
-    """Runs one engine. Any thread may call a host, and only `stop` waits for a step."""
+    """Interface to one running engine. Any thread may call a host; only `stop` waits for a step."""
 
     model: TextModel
     facts: EngineFacts
@@ -91,7 +91,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def check_caller(self) -> None:
-        """Check that this thread may wait for a step. :raises ConfigError: if a step of the thread itself is running."""
+        """Check that this thread may wait for a step. :raises ConfigError: if the call comes from within a step."""
 
     def check_alive(self) -> None:
         """Check that the engine runs. :raises EngineDeadError: if it has ended."""
@@ -112,7 +112,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End the engine after the running step, and wait for that."""
+        """End the engine after the running step, and wait until it has ended."""
 
     @abstractmethod
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
@@ -129,28 +129,28 @@ def _query(driver: EngineDriver, function: Callable[[EngineLoop], T]) -> T:
 
 
 def abort_request(host: EngineHost, key: str, index: int | None) -> None:
-    """Abort one completion of a request, or all for None; do nothing if the engine has ended."""
+    """Abort one completion of a request, or all completions if `index` is None. Do nothing if the engine has ended."""
     with suppress(EngineDeadError):
         host.run_between_steps(query(partial(EngineLoop.abort, request_id=key, index=index)))
 
 
 def add_adapter(host: EngineHost, lora_request: LoRARequest) -> None:
-    """Load an adapter into an engine, and wait for that. Raises as `AsyncLLM.add_lora`."""
+    """Load an adapter into an engine, and wait until it is loaded. Raises as `AsyncLLM.add_lora`."""
     host.run_between_steps(partial(register_adapter, lora_request=lora_request)).result()
 
 
 def read_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
-    """Read an adapter and store it for `register_adapter`; a task."""
+    """Read an adapter from disk and store it for `register_adapter`. Runs as a task."""
     driver.task_state[f"adapter {lora_request.lora_int_id}"] = driver.engine.adapter_table.reader.read(lora_request)
 
 
 def register_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
-    """Let requests use an adapter, which is read now unless `read_adapter` has read it; a task."""
+    """Let requests use an adapter, reading it first unless `read_adapter` has. Runs as a task."""
     driver.engine.adapter_table.add(lora_request, driver.task_state.pop(f"adapter {lora_request.lora_int_id}", None))
 
 
 def remove_adapter(engine: EngineLoop, lora_id: int) -> bool:
-    """Remove an adapter; return False if none has this id."""
+    """Remove an adapter. Return False if no adapter has this id."""
     return engine.adapter_table.remove(lora_id)
 
 
@@ -220,7 +220,7 @@ class EngineThread(EngineHost):
                 self.driver.engine.abort(key)
 
     def stop(self) -> None:
-        """End the thread after the running step, and wait for that; unfinished requests are not aborted."""
+        """End the thread after the running step, and wait until it has ended. Unfinished requests are not aborted."""
         with self._guard:
             if self.error is None:
                 self.error = EngineDeadError("the engine was shut down")
@@ -255,7 +255,7 @@ class EngineThread(EngineHost):
             self._end_by(fault)
 
     def _next_calls(self, wait: bool) -> tuple[list[Call], bool]:
-        """Return the calls queued since the last step, and whether the thread must end. wait: True waits for a call."""
+        """Return the calls queued since the last step, and whether the thread must end. wait: True to wait for a call."""
         calls: list[Call] = []
         idle = _IDLE if self.driver.on_cpu else None
         while True:
@@ -273,7 +273,7 @@ class EngineThread(EngineHost):
             wait = False
 
     def _lost(self, fault: ExecutorLostError) -> None:
-        """End the host; called in another thread when the engine can run no more steps, while its own thread may be blocked."""
+        """End the host. Called in another thread when the engine can run no more steps; the engine's thread may be blocked."""
         self._end_by(fault)
         self._calls.put(None)
 

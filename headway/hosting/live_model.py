@@ -25,7 +25,7 @@ _LOST = "weights lost in sleep"
 
 
 def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
-    """Return the replaceable weights of a driver's model. what: the requested operation. :raises ConfigError: if fixed."""
+    """Return the replaceable weights of a driver's model. what: operation, for the error. :raises ConfigError: if fixed."""
     model, on_disk = driver.assembly.model, driver.assembly.engine.config.kv_offload_dir
     if model.live_weights is None:
         need = "plain weights on one rank that Headway's decoder computes"
@@ -36,11 +36,11 @@ def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
 
 
 def sleep(driver: EngineDriver, level: int = 1) -> None:
-    """Free weights and cache; a task of headway.hosting.host.
+    """Free the weights and the KV cache. Runs as a task of headway.hosting.host.
 
-    level: 1 moves the weights to host memory, 2 frees them and reads them again later.
+    level: 1 moves the weights to host memory; 2 frees them, to be read again on waking.
 
-    :raises ConfigError: if the level is another one, or the engine cannot sleep; see `EngineLoop.sleep`.
+    :raises ConfigError: if the level is not 1 or 2, or the engine cannot sleep; see `EngineLoop.sleep`.
     """
     if isinstance(level, bool) or level not in (1, 2):
         raise ConfigError("level", "1 (weights in the host's memory) or 2 (weights are read again)", shown(level))
@@ -56,7 +56,7 @@ def sleep(driver: EngineDriver, level: int = 1) -> None:
 
 
 def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
-    """Allocate memory again. tags: "weights", "kv_cache" or both; None means both. :raises ConfigError: if a tag is unknown."""
+    """Allocate freed memory again. tags: "weights", "kv_cache" or both (also None). :raises ConfigError: if a tag is unknown."""
     for tag in tags if isinstance(tags, list | tuple) else () if tags is None else (tags,):
         if not isinstance(tags, list | tuple) or tag not in (WEIGHTS, CACHE):
             raise ConfigError("tags", f"a list of {WEIGHTS} and {CACHE}", shown(tag))
@@ -71,15 +71,15 @@ def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
 
 
 def is_sleeping(driver: EngineDriver) -> bool:
-    """Return whether weights or cache are asleep."""
+    """Return whether the weights or the KV cache are asleep."""
     return bool(driver.engine.asleep)
 
 
 def load_weights(driver: EngineDriver, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Replace weights and forget cached prefixes; see `LiveWeights.load`.
 
-    :raises ModelError: if a tensor has another shape.
-    :raises ConfigError: if weights are asleep or cannot be replaced, or the model has no tensor of a name.
+    :raises ModelError: if a tensor's shape differs from the weight's.
+    :raises ConfigError: if weights are asleep or cannot be replaced, or a name is not a tensor of the model.
     """
     if WEIGHTS in driver.engine.asleep:
         raise ConfigError("load_weights", "weights that are awake", "sleeping ones", "wake_up(tags=['weights']) wakes them")
@@ -96,14 +96,14 @@ class ServedModel:
     def __init__(self, driver: EngineDriver) -> None:
         self._driver = driver
         self.config = getattr(driver.assembly.model.decoder, "config", None)
-        """The decoder's configuration. None if transformers computes the model."""
+        """Configuration of the decoder. None if transformers runs the model."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Replace weights, by their names in the checkpoint; see the module's `load_weights`."""
         return load_weights(self._driver, weights)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights as they are in memory: merged, and in the order that the device's kernels read."""
+        """Yield the weights as stored in memory: merged, and in the order that the device's kernels read."""
         decoder = self._driver.assembly.model.decoder
         parts = getattr(decoder, "layers", decoder)
         yield from held_tensors(*(parts if isinstance(parts, list) else [parts])).items()
@@ -129,7 +129,7 @@ class Worker:
         return found
 
     def update_config(self, overrides: Mapping[str, Any]) -> None:
-        """Set the source of `reload_weights`: load_config.load_format "auto" or "dummy". :raises ConfigError: for others."""
+        """Set the source of `reload_weights`: load_config.load_format "auto" or "dummy". :raises ConfigError: if invalid."""
         given = overrides.get("load_config") if isinstance(overrides, Mapping) else None
         found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
         if found not in LOAD_FORMATS:
@@ -138,16 +138,16 @@ class Worker:
         live_weights(self._driver, "update_config").dummy = found == "dummy"
 
     def reload_weights(self) -> None:
-        """Read the checkpoint again; weights set by programs are lost."""
+        """Read the checkpoint again. Weights that a program has set are lost."""
         live_weights(self._driver, "reload_weights").read_again()
         self._driver.engine.forget_prefixes(everywhere=True)
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and cache; see the module's `sleep`."""
+        """Free the weights and the KV cache; see the module's `sleep`."""
         sleep(self._driver, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again; see the module's `wake_up`."""
+        """Allocate freed memory again; see the module's `wake_up`."""
         wake_up(self._driver, tags)
 
 
@@ -174,7 +174,7 @@ def _with_extension(place: str) -> type[Worker]:
 def collective_rpc(
     driver: EngineDriver, method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Call a worker's method, or a function with the worker; return a list of one result, as for one rank.
+    """Call a worker's method, or a function with the worker. Return a list of one result, as for one rank.
 
     :raises ConfigError: if there are several ranks, the worker has no such method, or the arguments do not fit.
     """

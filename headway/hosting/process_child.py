@@ -27,7 +27,7 @@ _SIGN_INTERVAL = 1.0  # Seconds between reports of steps without outputs, which 
 
 
 class EngineChild:
-    """Server of the parent process, until the parent closes the wire or ends."""
+    """Server that runs the parent's tasks until the parent closes the wire or ends."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -36,7 +36,7 @@ class EngineChild:
         self._left = Event()  # Set when the parent has closed its end of the wire, or has ended
 
     def run(self) -> None:
-        """Load the model, and serve the parent."""
+        """Load the model, and serve the parent's requests."""
         try:
             start: StartEngine = self._wire.receive()
         except (EOFError, OSError):  # the parent has refused an option
@@ -108,7 +108,7 @@ class EngineChild:
 
 
 def main() -> None:
-    """Run the process. Its argument is the file descriptor of the wire."""
+    """Run the child process. Its command-line argument is the file descriptor of the wire."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a service manager signals the parent, too, which ends this process
     open_closed_streams()

@@ -49,16 +49,16 @@ class _WaitingTask(NamedTuple):
 
 
 class EngineProcess(EngineHost):
-    """Runs an engine in a child process, which ends with this process. After a fault a new engine may start."""
+    """Host of an engine in a child process, which ends with this process. After a fault a new engine may start."""
 
     def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
         """Start loading the model in the child, and wait until it is ready.
 
-        make: function that makes the engine in the child, `partial(driver_of, args)`. spawned: the child, if it was started
+        make: function that makes the engine in the child, `partial(driver_of, args)`. spawned: the child, if it has been started
         already.
         restarts: maximum number of restarts after faults.
 
-        :raises HeadwayError: if an option is wrong.
+        :raises HeadwayError: if an option is invalid.
         :raises EngineDeadError: if the process has ended.
         """
         self._make = make
@@ -74,7 +74,7 @@ class EngineProcess(EngineHost):
         self.validator = RequestValidator(self.model, self.facts.limits, self.facts.rules)
 
     def _load(self, spawned: SpawnedEngine) -> None:
-        """Load the model in a child, and read its messages from then on; raises as `__init__`."""
+        """Load the model in a child, and start reading the child's messages. Raises as `__init__`."""
         self._process = spawned.process
         self._wire = spawned.wire
         self._num_sequences = 0, 0
@@ -118,7 +118,7 @@ class EngineProcess(EngineHost):
         """Do nothing: no step runs in this process."""
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
-        """Call `listener` after every step from now on, and `died` for each engine that ends."""
+        """Call `listener` after every step from now on, and `died` whenever an engine ends."""
         self._clients.append((listener, died))
 
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
@@ -211,7 +211,7 @@ class EngineProcess(EngineHost):
             future.set_exception(error)
 
     def _fail(self, error: EngineDeadError) -> None:
-        """Refuse new tasks and fail waiting ones. After a fault, notify the clients, and restart if restarts are left."""
+        """Reject new tasks and fail waiting ones. After a fault, notify the clients, and restart if any restarts remain."""
         with self._guard:
             if self.error is not None:
                 return

@@ -1,6 +1,6 @@
 """Messages between an engine's process and its parent, and the start of the process.
 
-This module imports little: the child is started before the parent's heavy imports, so that both import in parallel.
+This module imports little: the child is started before the parent's heavy imports, so that both processes import in parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StartEngine(NamedTuple):
-    """First message of the parent."""
+    """First message from the parent: the request to load the model."""
 
     make: Callable[[], EngineDriver]
     log_level: int
@@ -36,7 +36,7 @@ class EngineReady(NamedTuple):
     name: str
     folder: Path
     tokenizer_folder: Path | None
-    """Folder of the tokenizer. None if there is none."""
+    """Folder of the tokenizer. None if the model has no tokenizer."""
     facts: EngineFacts
 
 
@@ -45,9 +45,9 @@ class RunTask(NamedTuple):
 
     number: int
     task: bytes
-    """The task, pickled separately, so that an unreadable one does not affect other messages."""
+    """The task, pickled separately so that an unreadable task does not affect other messages."""
     concurrently: bool
-    """True to run it during steps, False between two steps."""
+    """True to run the task during steps, False to run it between two steps."""
 
 
 class TaskResult(NamedTuple):
@@ -55,13 +55,13 @@ class TaskResult(NamedTuple):
 
     number: int
     result: bytes
-    """The result, pickled separately like the task."""
+    """The task's result, pickled separately, as the task is."""
     num_sequences: tuple[int, int]
     """Numbers of running and waiting sequences."""
 
 
 class Failed(NamedTuple):
-    """Exception raised by a task, or by the start."""
+    """Message with the exception that a task or the start has raised."""
 
     number: int | None
     error: bytes
@@ -78,7 +78,7 @@ class Failed(NamedTuple):
             return cls(number, b"", text)
 
     def exception(self) -> BaseException:
-        """Return the exception; a RuntimeError with its text if its class cannot be imported here, such as a plugin's."""
+        """Return the exception, or a RuntimeError with its text if its class (such as a plugin's) cannot be imported here."""
         try:
             found = pickle.loads(self.error)
         except Exception:
@@ -108,14 +108,14 @@ class EngineFault(NamedTuple):
 
 
 class SpawnedEngine(NamedTuple):
-    """A process that waits for `StartEngine`, and its wire. The process ends when the wire is closed."""
+    """A child process that waits for `StartEngine`, and its wire. The process ends when the wire is closed."""
 
     process: subprocess.Popen[bytes]
     wire: Wire
 
 
 def spawn_engine() -> SpawnedEngine:
-    """Start the engine's process, with this one's module path. :raises OSError: if the system cannot start a process."""
+    """Start the engine's process with this process's module path. :raises OSError: if the system cannot start a process."""
     near, far = socket.socketpair()
     with far:
         process = subprocess.Popen(

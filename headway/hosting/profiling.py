@@ -25,12 +25,12 @@ MOST_STEPS: Final = 1000
 
 
 class ProfileRequest(BaseModel):
-    """Request for a profile: the steps to trace, and how."""
+    """Request for a profile: which steps to trace, and in which format."""
 
     model_config = ConfigDict(extra="ignore")
 
     skip_steps: int = Field(default=50, ge=0)
-    """Number of steps before the trace, so that it shows a steady load instead of its start."""
+    """Number of steps to skip before the trace, so that it shows a steady load."""
     num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
     nvtx: bool = False
     """True to mark the steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`) instead of writing a trace."""
@@ -45,17 +45,17 @@ class StepsProfile(BaseModel):
     step_ms: float
     """Milliseconds from the start of one step to the start of the next, while requests run."""
     parts_ms: dict[str, float]
-    """Milliseconds per step by part on the host (schedule, prepare, launch, wait for the device, read, other, outputs).
+    """Host time in milliseconds per step, for each part (schedule, prepare, launch, wait for the device, read, other, outputs).
 
-    "between" is the time between steps: other threads run, requests arrive, or there are none.
+    "between" is the time between steps: other threads run, requests arrive, or there are no requests.
     """
     output_tokens: int
     prefill_tokens: int
     steps_by_phase: dict[str, int]
-    """Number of steps by phase and backend, such as "decode, triton"."""
+    """Number of steps for each phase and backend, keyed by text such as "decode, triton"."""
     traced_steps: int
     kernels_ms: dict[str, float]
-    """Milliseconds per traced step of the slowest GPU kernels or CPU operations."""
+    """Time of the slowest GPU kernels or CPU operations, in milliseconds per traced step."""
     trace: str | None = None
     """Path of the trace on the server's machine. None if there were too few steps, or nvtx was requested."""
 
@@ -87,7 +87,7 @@ class StepProfiler:
             self._begin_trace()
 
     def stop(self) -> StepsProfile:
-        """Stop, and return the profile without its trace, which `write_trace` writes."""
+        """Stop profiling. Return the profile without its trace, which `write_trace` writes."""
         if self._before_trace is not None and not self._traced.num_steps:
             self._end_trace()
         self._driver.remove_listener(self._stepped)
@@ -167,7 +167,7 @@ class StepProfiler:
         self._traced_seconds = time.perf_counter() - self._traced_from
 
     def _kernels(self) -> dict[str, float]:
-        """Return milliseconds per traced step of the slowest kernels or operations."""
+        """Return the time of the slowest kernels or operations, in milliseconds per traced step."""
         if self._found is None or not self._traced.num_steps:
             return {}
         cuda, times = self._device.type == "cuda", Counter[str]()
@@ -183,7 +183,7 @@ class StepProfiler:
 
 
 def start_profile(driver: EngineDriver, folder: Path, request: ProfileRequest) -> None:
-    """Start profiling steps; a task of headway.hosting.host, like the next two."""
+    """Start profiling steps. Runs as a task of headway.hosting.host."""
     driver.task_state["profiler"] = profiler = StepProfiler(driver, folder, request)
     profiler.start()
 

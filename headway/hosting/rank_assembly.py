@@ -45,29 +45,29 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "headway.hosting.rank_child"
 _MODEL_STEP: Final = 1024
-"""Number of tokens of a trial step that already uses the kernels of the largest step."""
+"""Number of tokens in a trial step, large enough to use the same kernels as the largest step."""
 
 
 class EngineChoices(NamedTuple):
-    """Choices that rank 0 made by measuring, for all ranks, as lists in the order of the model's layers."""
+    """Choices that rank 0 made for all ranks by measuring, as lists in the order of the model's layers."""
 
     costs: Sequence[CostTable] | None
-    """One table for each of `LayerSpecs.counts`."""
+    """Times of attention: one table for each item of `LayerSpecs.counts`."""
     state_costs: Sequence[CostTable] | None
-    """One table for each distinct element of `LayerSpecs.states`."""
+    """Times of state layers: one table for each distinct item of `LayerSpecs.states`."""
 
     @classmethod
     def of(
         cls, costs: Mapping[AttentionSpec, CostTable] | None, state_costs: Mapping[StateSpec, CostTable] | None
     ) -> EngineChoices:
-        """Make the choices from rank 0's tables, which are in that order."""
+        """Make the choices from rank 0's tables, which are in the order of the model's layers."""
         return cls(None if costs is None else [*costs.values()], None if state_costs is None else [*state_costs.values()])
 
 
 def rank_devices(args: EngineArgs) -> list[torch.device]:
     """Return the device of each rank, before anything is started.
 
-    :raises ConfigError: if there are more ranks than devices, devices of several kinds, or another launcher such as torchrun.
+    :raises ConfigError: if there are more ranks than devices, devices of different kinds, or a launcher such as torchrun.
     """
     size, option = args.tensor_parallel_size, "tensor_parallel_size"
     if sys.platform == "win32":
@@ -111,7 +111,7 @@ def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProces
 
 
 def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
-    """Make the executor of another rank than rank 0, with rank 0's choices. :raises HeadwayError: as for `assemble`."""
+    """Make the executor of a rank other than rank 0, with rank 0's choices. Raises as `assemble`."""
     registry, device = args.make_registry(), torch.device(start.device)
     config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)
@@ -143,9 +143,9 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
 def sampling_of(
     decoder: Decoder | TransformersModel, layers: LayerSpecs, config: EngineConfig, ahead: CompileAhead | None
 ) -> SamplingOps:
-    """Return the sampling operations of a model, after compiling their kernels and the model's, except for attention's.
+    """Return the sampling operations of a model, after compiling their kernels and the model's, except attention kernels.
 
-    They are needed whichever attention backend is chosen, so all are compiled in one `ahead`. The model runs for that, on all
+    These kernels are needed whichever attention backend is chosen, so all are compiled in one `ahead`. The model runs on all
     ranks at the same time.
     """
     most = min(_MODEL_STEP, config.for_device(layers.device).step_tokens)
@@ -167,7 +167,7 @@ def sampling_of(
 
 
 def named_experts(args: EngineArgs, registry: Registry, device: torch.device) -> ExpertsOptions:
-    """Return the kernels allowed for MoE layers on a device, and the kernel that an option names.
+    """Return the kernels allowed for MoE layers on a device, and the kernel named by an option.
 
     :raises UnsupportedError: if the named kernel cannot run there.
     """

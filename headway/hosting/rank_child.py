@@ -10,7 +10,7 @@ from headway.machine.process import TRIM_INTERVAL, freeze_heap, trim_memory
 
 
 class PeriodicRelease:
-    """Returns freed memory to the system after a step, at intervals, if activations are in this process's memory."""
+    """Hook that returns freed memory to the system at intervals after a step, if activations are in this process's memory."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + TRIM_INTERVAL
@@ -23,7 +23,7 @@ class PeriodicRelease:
 
 
 def main() -> None:
-    """Run the process. Its arguments are file descriptors; see `run_rank`."""
+    """Run the rank's process. Its command-line arguments are file descriptors; see `run_rank`."""
     wire, memory, wake = map(int, sys.argv[1:])
     run_rank(wire, memory, wake, ready=freeze_heap, stepped=PeriodicRelease())
 

@@ -1,4 +1,4 @@
-"""Text reports of an engine's statistics: a line, a page, and periodic log lines."""
+"""Text reports of an engine's statistics: one line, a full page, and periodic log lines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
 
 
 def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
-    """Return a response's tokens per second after the first, and its backends. done: its counters. more: where to see more."""
+    """Return a response's tokens per second after the first, and its backends. done: its counters. more: hint for details."""
     tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
     seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time - metrics.time_to_first_token
     served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}
@@ -112,7 +112,7 @@ class StatsLog:
         self._last = engine.snapshot()
 
     def stepped(self, engine: EngineLoop) -> None:
-        """Log a line if the interval is over; to be called after each step."""
+        """Log a line if the interval is over. Called after each step."""
         if time.perf_counter() - self._last.time >= self._interval:
             now = engine.snapshot()
             log.info("%s", stats_line(now, self._last))

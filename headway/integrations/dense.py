@@ -33,7 +33,7 @@ from headway.core.select.selector import Selector
 
 
 class Sequences(NamedTuple):
-    """Sequences of a call, as lists of Python numbers: there are few, and creating numpy arrays costs more."""
+    """Sequences of a call, as lists of Python numbers, which cost less than numpy arrays for few sequences."""
 
     queries: list[int]
     """Index of each sequence's first new token among the call's tokens."""
@@ -49,7 +49,7 @@ class Sequences(NamedTuple):
         return Sequences(*(list(compress(each, chosen)) for each in self))
 
     def last_block(self, row: int, size: int) -> int:
-        """Return the largest slot at which a sequence's last block begins. row: number of slots per row of the batch."""
+        """Return the largest slot at which a last block of a sequence begins. row: number of slots per row of the batch."""
         every = zip(self.rows, self.keys, self.kv_lens, strict=True)
         return max(at * row + key + (length - 1) // size * size for at, key, length in every)
 
@@ -99,9 +99,9 @@ class Blocks:
     row: int
     """Number of slots per row of the batch."""
     num_blocks: int
-    """Number of slots at which a whole block of all heads begins."""
+    """Number of slots at which a complete block of all heads begins."""
     open_blocks: int
-    """Number of further slots, at which a block begins that extends past the memory."""
+    """Number of additional slots at which a block begins that extends past the end of the memory."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     """Strides of the key and value views [num_blocks, block_size, num_kv_heads, head_dim or v_head_dim]."""
@@ -128,7 +128,7 @@ class Blocks:
 
     @classmethod
     def _over(cls, key: Tensor, value: Tensor, size: int) -> Blocks | None:
-        """Return blocks over this memory without a copy; None if strides differ or are not multiples of a slot."""
+        """Return blocks over this memory without a copy, or None if strides differ or are not multiples of a slot."""
         row, whole, all_ = _row(key), [], []
         if row is None or row != _row(value):
             return None
@@ -152,12 +152,12 @@ class Blocks:
         }
 
     def cache(self, key: Tensor, value: Tensor, spec: AttentionSpec) -> LayerCache:
-        """Return the blocks as a checked cache."""
+        """Return the blocks as a layer's cache, after checking it."""
         geometry = CacheGeometry.of(spec, self.num_blocks, self.block_size)
         return LayerCache(self.views(key, value), NHD, geometry, open_blocks=self.open_blocks)
 
     def metadata(self, share: BackendShare, device: torch.device) -> AttentionMetadata:
-        """Return the attention metadata of a share, over these blocks."""
+        """Return the attention metadata for one backend's share of the sequences, over these blocks."""
         size, sequences = self.block_size, share.sequences
         firsts = [at * self.row + key for at, key in zip(sequences.rows, sequences.keys, strict=True)]
         columns = [-(-length // size) for length in sequences.kv_lens]
@@ -181,7 +181,7 @@ def _offsets(columns: int, size: int) -> NDArray[numpy.int32]:
 
 
 def _row(tensor: Tensor) -> int | None:
-    """Return the number of slots per row of the batch; None if it is not an integer."""
+    """Return the number of slots per row of the batch, or None if it is not an integer."""
     step = tensor.stride(2)
     whole = tensor.stride(3) == 1 and step > 0 and tensor.stride(0) % step == 0
     return tensor.stride(0) // step if whole else None
@@ -267,9 +267,9 @@ class Visibility:
     refusal: str = ""
     """Reason why Headway does not support the mask; raised when a layer uses it, since some masks are never used."""
     calls: dict[Any, Any] = field(default_factory=dict)
-    """Plans that the layers of a step share, by everything that they depend on."""
+    """Plans that the layers of a step share, keyed by everything on which a plan depends."""
     metadata: dict[Any, Any] = field(default_factory=dict)
-    """Metadata that plans of several kinds of layers share."""
+    """Metadata that the plans of several kinds of layers share."""
     new_keys: Tensor | None = None
     """int64 [q_length]: indices of this call's tokens among the keys. None if they are the last keys of each row."""
 
@@ -296,7 +296,7 @@ class Visibility:
 
     @classmethod
     def packed(cls, ends_q: NDArray[numpy.int64], ends_k: NDArray[numpy.int64], q_length: int, kv_length: int) -> Visibility:
-        """Return the visibility of sequences packed in one row. ends_q, ends_k: [n + 1], starts and the last end."""
+        """Return the visibility of sequences packed in one row. ends_q, ends_k: [n + 1], each start and the last end."""
         query_lens, kv_lens = numpy.diff(ends_q), numpy.diff(ends_k)
         live = query_lens > 0
         visibility = cls(1, q_length, kv_length, 0, 0, None, None)
@@ -311,7 +311,7 @@ class Visibility:
 
     @cached_property
     def padded(self) -> bool:
-        """True if some queries are padding, so that the others must be gathered."""
+        """True if some queries are padding, so that the real ones must be gathered."""
         return sum(self.rows.query_lens) != self.batch * self.q_length
 
 
@@ -369,13 +369,13 @@ def _matches_rule(visibility: Visibility, rule: Rule) -> bool:
 
 
 Rule = Callable[..., Tensor]
-"""(batch, head, query, key) -> whether the query sees the key. Query and key are positions and may be tensors."""
+"""Function (batch, head, query, key) -> whether the query sees the key. Query and key are positions and may be tensors."""
 
 _DEPTH = 6  # Maximum nesting of functions to compare
 
 
 def is_known_rule(rule: Rule, window: int | None) -> bool:
-    """Return whether a rule is transformers' own causal rule, with or without a window, by comparing its code."""
+    """Return whether a rule is transformers' own causal rule, with or without a window, which is checked by comparing code."""
     if torch.compiler.is_dynamo_compiling():  # dynamo would trace the comparison
         return False
     causal = _causal(window)
@@ -397,7 +397,7 @@ def allows(rule: Rule, query: int, window: int | None) -> bool:
 
 @cache
 def _causal(window: int | None) -> Any:
-    """Return the code of transformers' causal rule; None if this version lacks it or its rule does something else."""
+    """Return the code of transformers' causal rule, or None if this version lacks it or its rule behaves differently."""
     name = "causal_mask_function" if window is None else "sliding_window_causal_mask_function"
     rule = getattr(masking_utils, name, None)
     if rule is not None and window is not None:

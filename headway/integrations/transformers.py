@@ -35,7 +35,7 @@ from headway.tuning.isolated.trial import create_registry
 from headway.tuning.measure.self_test import check_named
 
 GPU_BLOCK = 16
-"""Block size in slots on a GPU, unless a backend needs more; most backends support it."""
+"""Block size in slots on a GPU, unless a backend needs a larger one. Most backends support 16."""
 
 
 @cache
@@ -66,7 +66,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.kinds: dict[LayerKind, tuple[AttentionSpec, Selector]] = {}
         self.selectors: dict[tuple[AttentionSpec, BackendRequest], Selector] = {}
-        """Selectors of this thread: a backend instance's buffers and launch arguments must not be shared between threads."""
+        """Selectors of this thread, since threads must not share a backend instance's buffers and launch arguments."""
         self.maskless: dict[tuple[int, int, int], Visibility] = {}
         """Visibility of the last call without a mask, by batch, queries and keys; the layers of a step share it."""
         self.layer = 0  # Last layer that a continuous-batching step called
@@ -102,13 +102,13 @@ def _selector(spec: AttentionSpec, request: BackendRequest) -> Selector:
 
 
 class PlannedPart(NamedTuple):
-    """Planned attention of one share of the sequences."""
+    """Planned attention of the sequences that one backend runs."""
 
     backend: AttentionBackend
     plan: Plan
     decodes: bool
     tokens: Tensor | None
-    """int64: indices of the share's tokens among the packed ones. None means all."""
+    """int64: indices of these sequences' tokens among the packed tokens. None means all tokens."""
     reads: bool
 
 
@@ -122,13 +122,13 @@ class StepAttention:
     shape: tuple[int, int, int, int]
     """Shape of the result: batch, q_length, num_heads, v_head_dim."""
     padded: bool
-    """True if some queries are padding, whose results are zero."""
+    """True if some queries are padding; their results are zero."""
     in_place: bool
     """True if each query is a single token with contiguous heads."""
     new: slice | Tensor
     """Indices of this call's tokens among the keys: in each row of the batch, or (int64 [q_length]) in the only row."""
     kind: LayerCache | None = None
-    """The checked cache of the first layer, without its tensors."""
+    """Cache of the first layer, already checked, without its tensors."""
 
     @classmethod
     def of(
@@ -246,7 +246,7 @@ _REFUSED = {
 
 
 def names() -> dict[str, str]:
-    """Return the registered names and their requests."""
+    """Return registered name -> its backend request."""
     return dict(_REQUESTS)
 
 
@@ -254,7 +254,7 @@ def register(request: str) -> str:
     """Register a request in the form of --attn-backend, such as "prefill=hopper,decode=triton". Return its name.
 
     transformers reserves lower-case names that contain "flash", "sdpa" and similar words. Each request is therefore also
-    registered in upper case, and that name is returned if the other is reserved.
+    registered in upper case, and the upper-case name is returned if the lower-case one is reserved.
     :raises HeadwayError: if the request is invalid or names an unregistered backend.
     """
     parsed = BackendRequest.parse(request)
@@ -379,7 +379,7 @@ def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
 
 
 def _join_continuous_batching() -> None:
-    """Patch continuous batching to accept Headway's names, which are not on its list."""
+    """Patch continuous batching to accept Headway's names, which are not in its list of implementations."""
     try:
         from transformers import ContinuousBatchingConfig
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager

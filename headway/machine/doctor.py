@@ -50,7 +50,7 @@ class Machine:
     memory_gib: float
     model_cache: str
     kernel_cache: tuple[tuple[str, str], ...] = ()
-    """Folders of compiled kernels, each with the reason why it is not writable; empty if it is."""
+    """Folders of compiled kernels, each with the reason why it is not writable, or "" if it is writable."""
     driver: str | None = None
     """Version of the NVIDIA driver. None if the driver or nvidia-smi is missing."""
     gpus: tuple[Gpu, ...] = ()
@@ -65,7 +65,7 @@ class Machine:
     installer: str = "python -m pip"
     """Command that installs into this Python. Empty if neither pip nor uv is found."""
     installed: Mapping[str, str] = field(default_factory=dict)
-    """Requested distribution -> version. Excludes distributions that are not installed."""
+    """Requested distribution -> its version. Distributions that are not installed are left out."""
 
 
 def examine(distributions: tuple[str, ...]) -> Machine:
@@ -95,7 +95,7 @@ def examine(distributions: tuple[str, ...]) -> Machine:
 
 
 def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
-    """Return driver and GPUs from nvidia-smi, which works without CUDA in torch, or else from torch."""
+    """Return the driver's version and the GPUs, from nvidia-smi (which works if torch lacks CUDA) or else from torch."""
     rows = _run("nvidia-smi", "--query-gpu=driver_version,name,compute_cap,memory.total", "--format=csv,noheader,nounits")
     driver, gpus = parse_gpus(rows)
     if not gpus and torch.version.cuda and torch.cuda.is_available():
@@ -105,7 +105,7 @@ def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
 
 
 def parse_gpus(rows: str) -> tuple[str | None, tuple[Gpu, ...]]:
-    """Return driver and GPUs from nvidia-smi's rows "driver, name, capability, MiB"; other rows are ignored."""
+    """Return the driver's version and the GPUs in nvidia-smi's rows "driver, name, capability, MiB"; other rows are ignored."""
     driver, gpus = None, []
     for row in rows.splitlines():
         parts = [part.strip() for part in row.split(",")]
@@ -127,7 +127,7 @@ def _nvcc() -> str | None:
 
 
 def _run(*command: str) -> str:
-    """Return the output of a program; empty if the program is missing or fails."""
+    """Return a program's output, or "" if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -153,21 +153,21 @@ class Package:
     """A kernel library and how to install it."""
 
     requirement: str
-    """Requirement in pip's form."""
+    """Requirement specifier for pip."""
     options: str = ""
-    """Options of pip install."""
+    """Options for `pip install`."""
     capability: tuple[int, int] | None = None
     """Minimum compute capability. None if only the installed library can report it."""
     systems: tuple[str, ...] = ("Linux",)
-    """Operating systems of its releases, as platform.system() names them."""
+    """Operating systems for which the package is released, as platform.system() names them."""
     releases: str = ""
-    """Page of prebuilt wheels that pip does not find. Their names end in `wheel_tag`."""
+    """URL of a page with prebuilt wheels that pip does not find. Their names end in `wheel_tag`."""
     build_time: str = ""
     """Duration of a build from source. Empty if pip finds a wheel or nothing is compiled."""
     build_gib: int = 0
-    """Memory per compiler job in GiB, which limits MAX_JOBS."""
+    """Memory per compiler job in GiB, which limits MAX_JOBS in a build."""
     note: str = ""
-    """Further requirements of the installation."""
+    """Remark on further requirements of the installation."""
     generation: int | None = None
     """The only major compute capability that the library has kernels for. None means any."""
 
@@ -190,21 +190,21 @@ PACKAGES: Final = {
         "is on LD_LIBRARY_PATH",
     ),
 }
-"""Library -> its package. A backend names its library in BackendInfo.extra."""
+"""Library's name -> its package. A backend names its library in BackendInfo.extra."""
 
 FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
-"""torch version -> the vLLM release built for it and CUDA 13. Its wheel has FlashAttention 3 in a file that needs only torch."""
+"""torch version -> vLLM release built for it and CUDA 13. Its wheel has FlashAttention 3 in a file that needs only torch."""
 
 STABLE_WHEEL: Final = "0.33.0"
 """Release of vLLM whose `_C_stable_libtorch` is built for CUDA 13 and torch's stable ABI, for any other torch."""
 
 TORCH_BUILDS: Final = ((580, "13.0", "cu130"), (525, "12.6", "cu126"))
-"""Minimum driver (its first number), CUDA version, and torch's wheel index for it, newest first."""
+"""Minimum major version of the driver, CUDA version, and name of torch's wheel index for that CUDA, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Advice about a missing backend."""
+    """Advice on making a missing backend available."""
 
     text: str
     commands: tuple[str, ...] = ()
@@ -221,7 +221,7 @@ def library(extra: str) -> str:
 
 
 def advise(extra: str, support: Support, devices: Collection[str] | None, machine: Machine) -> Advice:
-    """Return how to make a backend available. extra: its BackendInfo's. devices: its device types; None if its import failed."""
+    """Return how to make a backend available. extra: BackendInfo.extra. devices: its device types; None if its import failed."""
     name = library(extra)
     package = PACKAGES.get(name)
     hints = "; ".join(reason.hint for reason in support.reasons if reason.hint and "pip install" not in reason.hint)
@@ -275,7 +275,7 @@ NO_GPU: Final = Advice("needs an NVIDIA GPU; nothing to install")
 
 
 def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
-    """Return advice on GPU, driver and torch, which all GPU libraries need; None if they work."""
+    """Return advice on the GPU, driver or torch, which all GPU libraries need, or None if they work."""
     if not machine.gpus:
         return NO_GPU
     newest = max(gpu.capability for gpu in machine.gpus)

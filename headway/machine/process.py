@@ -21,7 +21,7 @@ from headway.core.contract.errors import ConfigError
 log = logging.getLogger("headway")
 
 SWITCH_INTERVAL: Final = 0.0005
-"""Seconds for sys.setswitchinterval if a thread runs an engine's steps; Python's default of 5 ms is longer than a step."""
+"""Value in seconds for sys.setswitchinterval if a thread steps an engine. Python's default, 5 ms, is longer than a step."""
 _SAMPLE_SECONDS = 0.1
 _BUSY_PERCENT = 50.0  # Load in percent above which a core is not free: two torch threads on one core are several times slower
 
@@ -38,7 +38,7 @@ def free_cores() -> int:
 
 
 def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
-    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores. num_ranks: divides it."""
+    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores; all divided by num_ranks."""
     import torch  # imported here: a rank's process imports this module before torch
 
     if num_threads is None and os.environ.get("OMP_NUM_THREADS"):
@@ -59,11 +59,11 @@ TRIM_INTERVAL: Final = 10.0
 
 
 def freeze_heap() -> None:
-    """Exclude all objects that are alive now from later garbage collections.
+    """Exclude all objects that are currently alive from later garbage collections.
 
     A full collection traverses every object that imports created and would pause generation for 60 to 100 ms. vLLM freezes
     its heap for the same reason. Reference counting still frees objects; only cycles among the objects alive now remain until
-    the next call, which collects first, so that loading models one after the other leaves at most one model's remains.
+    the next call, which collects first, so that loading models one after the other leaves the garbage of at most one model.
     """
     if gc.get_freeze_count():
         gc.unfreeze()
@@ -129,10 +129,10 @@ def bound_kernel_caches() -> None:
 
 
 def interrupt_command(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT as Python does, but end the process with the signal while modules are being imported.
+    """Handle SIGINT as Python does, except while modules are being imported: then let the signal end the process.
 
     During an import a KeyboardInterrupt may become another error in C extensions, abort the process, or be dropped, and
-    nothing needs saving yet. Shells report both as exit code 130.
+    nothing needs saving yet. Shells report both endings as exit code 130.
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -144,7 +144,7 @@ def interrupt_command(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handle_sigint(by: Callable[[int, FrameType | None], object], instead_of: object) -> Iterator[None]:
-    """Handle SIGINT with `by` inside the context if the current handler is `instead_of`; others, such as "ignore", stay."""
+    """Handle SIGINT with `by` inside the context if the current handler is `instead_of`; leave other handlers."""
     replaces = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is instead_of
     before = signal.signal(signal.SIGINT, by) if replaces else None
     try:

@@ -1,1 +1,1 @@
-"""Embeddings and scores: from options and prompts to outputs, for `LLM` and the server."""
+"""Pooling models (embeddings and scores) for `LLM` and the server: startup, jobs and outputs."""

@@ -1,4 +1,4 @@
-"""Start of a pooling model, and its two clients: `PoolingClient` for an `LLM`, `AsyncPooling` for an event loop."""
+"""Startup of a pooling model, and its two clients: `PoolingClient` for an `LLM`, `AsyncPooling` for an event loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _GENERATING = {
     "tensor_parallel_size": 1,
     "tokenizer": None,
 }
-"""Options that only generation models support -> the values that request nothing."""
+"""Option that only generation models support -> the values that do not request it."""
 
 
 class PoolingAssembly(NamedTuple):
@@ -75,7 +75,7 @@ class PoolingAssembly(NamedTuple):
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
-    """Load a model and create its engine. registry: a checked one, or None. :raises HeadwayError: if invalid."""
+    """Load a model and create its engine. registry: a checked registry, or None. :raises HeadwayError: if invalid."""
     _refuse_generating(args)
     config = args.engine_config()
     registry = checked_registry(args) if registry is None else registry
@@ -140,7 +140,7 @@ def _max_length(requested: int | None, model: LoadedPoolingModel) -> int:
 
 
 def _refuse_generating(args: EngineArgs) -> None:
-    """Check for unsupported options. :raises ConfigError: if an option is set that pooling models do not have."""
+    """Check the options. :raises ConfigError: if an option is set that pooling models do not support."""
     for name, neutral in _GENERATING.items():
         value = getattr(args, name)
         if value not in (neutral if isinstance(neutral, tuple) else (neutral,)):
@@ -154,11 +154,11 @@ _INSTEAD: Final[Mapping[PoolingTask, tuple[str, str]]] = {
     "score": ("scores documents", "score and classify"),
     "reward": ("rewards tokens", "reward and encode"),
 }
-"""Task -> a description of the model's output, and the methods for it."""
+"""Task -> a description of the model's output, and the methods that return it."""
 
 
 class PoolingClient:
-    """Runs the jobs of an `LLM`."""
+    """Client of a pooling model that runs the jobs of an `LLM`."""
 
     def __init__(self, assembly: PoolingAssembly) -> None:
         self.assembly = assembly
@@ -168,7 +168,7 @@ class PoolingClient:
         self._lock = Lock()
 
     def run(self, job: PoolingJob[Output], use_tqdm: bool = False) -> list[Output]:
-        """Run a job to its end. Return its outputs. :raises BackendError: if a backend raised."""
+        """Run a job to completion. Return its outputs. :raises BackendError: if a backend raised an error."""
         with self._lock, tqdm(total=len(job.texts), desc="Processed texts", disable=not use_tqdm) as bar:
             rows = self.engine.run(job.texts, bar.update)
         return job.finish(rows)
@@ -195,7 +195,7 @@ class _Waiting:
 
 
 class AsyncPooling:
-    """Runs the engine of a `PoolingClient` in its own thread. Waiting requests take turns, text by text."""
+    """Runs the engine of a `PoolingClient` in its own thread. Waiting requests alternate, text by text."""
 
     def __init__(self, client: PoolingClient) -> None:
         self.model = client.model
@@ -221,7 +221,7 @@ class AsyncPooling:
         return await loop.run_in_executor(self._tokenisers, partial(job.finish, rows)), job.num_tokens
 
     def check_health(self, step_timeout: float) -> None:
-        """Check that the engine works. step_timeout: maximum seconds per round. :raises EngineDeadError: if it is not."""
+        """Check that the engine is alive. step_timeout: maximum seconds per round. :raises EngineDeadError: if it is not."""
         self._check_running()
         since = self._since
         if since is not None and time.monotonic() - since > step_timeout:
@@ -300,7 +300,7 @@ class AsyncPooling:
         return batch
 
     def _end(self, served: Sequence[_Waiting], error: Exception | None) -> None:
-        """Finish the requests of a round that have all their rows, or all of the round's requests with the error."""
+        """Finish the requests of a round that have all their rows or, if there is an error, all the round's requests with it."""
         done = [each for each in dict.fromkeys(served) if error is not None or len(each.rows) == len(each.texts)]
         with self._changed:
             self._waiting = deque(each for each in self._waiting if each not in done)

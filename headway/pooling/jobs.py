@@ -1,4 +1,4 @@
-"""Jobs of pooling models: tokenized and checked texts from a call's arguments, and outputs from the engine's rows."""
+"""Jobs of pooling models: conversion of a call's arguments to checked token ids, and of the engine's rows to outputs."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _WORDS: Final[Mapping[str | None, str]] = {
     "token_embed": "token_embed",
     "reward": "token_classify",
 }
-"""vLLM's names of pooling tasks, old and new -> the new name."""
+"""vLLM's name of a pooling task, old or new -> the new name."""
 
 
 @dataclass(frozen=True)
 class PoolingJob(Generic[Output]):
-    """Texts of a call, and the conversion of their rows to outputs."""
+    """Texts of a call, and the conversion of their result rows to outputs."""
 
     texts: Sequence[EncodedText]
     finish: Callable[[Sequence[Tensor]], list[Output]]
-    """Called with each text's result: float32 [size], or [tokens, size] for a model that rewards tokens."""
+    """Function to call with each text's result: float32 [size], or [tokens, size] for a model that rewards tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Total number of tokens."""
+        """Total number of tokens in the job's texts."""
         return sum(len(text.token_ids) for text in self.texts)
 
 
@@ -112,7 +112,7 @@ class PoolingJobs:
     def _job(
         self, texts: Sequence[EncodedText], kind: type[Output], made: Callable[[Tensor, EncodedText], object]
     ) -> PoolingJob[Output]:
-        """Return the job of texts. kind: class of its outputs, a `PooledOutput`. made: converts a text's rows."""
+        """Return the job for texts. kind: class of its outputs, a `PooledOutput`. made: function that converts a text's rows."""
 
         def finish(found: Sequence[Tensor]) -> list[Output]:
             pairs = zip(found, texts, strict=True)
@@ -133,7 +133,7 @@ class PoolingJobs:
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ScoringRequestOutput]:
-        """Score documents for queries; see `LLM.score`. :raises PromptError: if too long. :raises ConfigError: if unsuitable."""
+        """Score documents for queries; see `LLM.score`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
         pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)
@@ -241,7 +241,7 @@ class PoolingJobs:
 
 
 def _truncated(rows: Tensor, dimensions: int | None) -> Tensor:
-    """Return vectors cut to `dimensions` and normalized, or unchanged if it is None. rows: float32 [vectors, size]."""
+    """Return vectors truncated to `dimensions` and normalized; None leaves them unchanged. rows: float32 [vectors, size]."""
     if dimensions is None or dimensions >= rows.shape[1]:
         return rows
     return normalize(rows[:, :dimensions], dim=-1)

@@ -92,7 +92,7 @@ def list_of_messages(given: object) -> list[Any]:
 
 
 def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a template's further variables. :raises ConfigError: if a name is reserved or `given` is not a mapping."""
+    """Return a template's additional variables. :raises ConfigError: if a name is reserved or `given` is not a mapping."""
     if not isinstance(given, Mapping):
         raise ConfigError("chat_template_kwargs", "a mapping from names to values", f"a {type(given).__name__}")
     if not given:

@@ -24,11 +24,11 @@ from headway.requests.tool_use import ToolForms, ToolUse
 
 Messages = Sequence[Mapping[str, Any]]
 _WRITES_TEXT: Final = re.compile(r"\+\s*\w+(?:\['function'\]|\.function)?(?:\['arguments'\]|\.arguments)(?!\s*\|)")
-"""Matches a template that concatenates arguments to a text, as DeepSeek V3's does, and so needs them as a text."""
+"""Matches a template that concatenates arguments to a text, as DeepSeek V3's does, and therefore needs them as text."""
 TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a content part -> the field with its text."""
+"""Type of a content part -> the field that has the part's text."""
 _NO_SYSTEM: Final = re.compile(r"system role.{0,20}not supported", re.IGNORECASE)
-"""Matches the error of a template without system messages."""
+"""Matches the error text of a template that does not support system messages."""
 _DESCRIPTION: Final = """\
 You may call functions to help with the user's request. These are the functions, as JSON:
 <tools>
@@ -70,7 +70,7 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
 
 
 def _prepared(message: Any, place: str, as_text: bool, developer: str) -> dict[str, Any]:
-    """Return a checked message for a template. developer: role for a developer's messages."""
+    """Check a message and return it for a template. developer: role to use for developer messages."""
     if not isinstance(message, Mapping):
         raise PromptError(place, 'a message such as {"role": "user", "content": "Hello"}', shown(message, 60))
     made = dict(message)
@@ -192,12 +192,12 @@ class ToolCall:
     id: str
     name: str
     arguments: str = ""
-    """JSON, as the model wrote it."""
+    """Arguments as JSON, exactly as the model wrote it."""
 
 
 @dataclass
 class ChatText:
-    """A whole answer."""
+    """A complete answer: content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -231,19 +231,19 @@ class ChatReader:
         hidden: re.Pattern[str] | None = None,
         marks: Sequence[str] = (),
     ) -> None:
-        """hidden: matches special tokens in the text that are not part of the format. marks: marks of the format of calls."""
+        """hidden: matches special tokens in the text that are not part of the format. marks: markers of the tool-call format."""
         self._parsers = [parser for parser in (reasoning, calls) if parser is not None]
         self._one_call = one_call
         self._hidden = hidden
         self._marks = marks
         self.has_calls = False
         self.num_dropped = 0
-        """Number of calls beyond the one that the request allows."""
+        """Number of dropped calls, in addition to the one that the request allows."""
         self.is_malformed = False
-        """True if the content contains a mark of the format: something that looked like a call was not a valid one."""
+        """True if the content contains a marker of the format: something that looked like a call was invalid."""
 
     def feed(self, text: str) -> list[ChatPiece]:
-        """Parse further text. Return the pieces that are certain so far."""
+        """Parse more text. Return the pieces that later text can no longer change."""
         if self._hidden is not None:
             text = self._hidden.sub("", text)
         return self._noted(_through(self._parsers, [ChatPiece("content", text)], ended=False))
@@ -288,7 +288,7 @@ class ChatFormat:
     tokens: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Added tokens of the tokenizer, by name."""
     special: frozenset[str] = frozenset()
-    """Added tokens that a tokenizer leaves out of a text."""
+    """Added tokens that a tokenizer omits from decoded text."""
     auto: bool = True
     """True if calls are parsed for requests with tool_choice auto."""
     why: str = ""
@@ -391,14 +391,14 @@ class ChatFormat:
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None, parsers: Sequence[ChatParserInfo]) -> None:
-    """Check names of parsers before loading a model; see `ChatFormat.of`. :raises ConfigError: if no parser has such a name."""
+    """Check parser names before a model is loaded; see `ChatFormat.of`. :raises ConfigError: if no parser has such a name."""
     known = [*parsers, *BUILTIN]
     _named(known, "calls", tool_parser)
     _named(known, "reasoning", None if reasoning_parser == "none" else reasoning_parser)
 
 
 def _named(known: Sequence[ChatParserInfo], reads: Reads, name: str | None) -> ChatParserInfo | None:
-    """Return the parser with a name, or None without a name. :raises ConfigError: if no parser has the name."""
+    """Return the parser with this name, or None if no name is given. :raises ConfigError: if no parser has the name."""
     if name is None:
         return None
     name = ALIASES.get(name, name) if reads == "calls" else name

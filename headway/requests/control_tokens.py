@@ -19,7 +19,7 @@ _TRUSTED: Final = frozenset(("system", "developer", "assistant"))  # Roles whose
 class ControlTokens:
     """Encoder for texts in which the names of control tokens, such as "<|im_end|>", are text.
 
-    A copy of the tokenizer has unguessable names for the control tokens and is otherwise the same. The chat template still
+    A copy of the tokenizer, otherwise identical, has unguessable names for the control tokens. The chat template still
     writes its own control tokens: `protect` hides names within messages before the template is applied; `encode` then gives
     the template's tokens their secret names and restores the messages' text before the copy encodes both. The text is encoded
     in one piece, so its tokens are the tokenizer's own tokens for text without such names.
@@ -92,7 +92,7 @@ class ControlTokens:
         return range(min(self._longest, len(words)), 0, -1)
 
     def _mark(self, text: str) -> str:
-        """Return a replacement for a text, of lower-case letters and digits, which templates pass on unchanged."""
+        """Return a replacement for a text, made of lower-case letters and digits, which templates do not change."""
         return f"{self._nonce}h{text.encode().hex()}h" if text else ""
 
 

@@ -1,4 +1,4 @@
-"""Parsing of prompts: the forms of vLLM's offline API and arrays of token ids, to texts and lists of ids."""
+"""Parsing of prompts: the formats of vLLM's offline API and arrays of token ids become texts and lists of ids."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ BYTES: Final = (bytes, bytearray, memoryview)
 """Types that look like sequences of token ids but are rejected."""
 FORMS: Final = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _IGNORED_KEYS: Final = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "length", "position_ids"})
-"""Keys of a tokenizer's output other than the ids, which are ignored."""
+"""Keys of a tokenizer's output that are ignored: all except the ids."""
 
 
 _LACKING: Final = dict.fromkeys(("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"), "models read text alone")
-"""Keys of vLLM's prompts -> why they are not supported."""
+"""Key of vLLM's prompts -> the reason why it is not supported."""
 
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """A prompt, independent of the form in which the caller gave it."""
+    """A prompt, independent of the format in which the caller passed it."""
 
     text: str | None
-    """None if the caller gave only token ids."""
+    """Text of the prompt. None if the caller passed only token ids."""
     token_ids: list[int] | None
-    """None if the text is not tokenized yet."""
+    """Token ids of the prompt. None until the text is tokenized."""
 
 
 def parse_prompts(prompts: object) -> list[ParsedPrompt]:
-    """Return one or several prompts, parsed. :raises PromptError: if a form is invalid, with the prompt's index and type."""
+    """Return one or several prompts, parsed. :raises PromptError: if a prompt is invalid, with its index and type."""
     if isinstance(prompts, (str, Mapping)) or _dimensions(prompts) is not None:
         return _parse(prompts, 0)
     if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
@@ -78,14 +78,14 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
 
 
 def list_of_one(prompt: Prompt) -> list[Prompt]:
-    """Return a list of one prompt. :raises PromptError: if it is a number, which in a list would be a prompt of one token."""
+    """Return a list of one prompt. :raises PromptError: if the prompt is a number, which a list would turn into a token id."""
     if isinstance(prompt, Integral):
         raise PromptError("prompt", FORMS, f"a {type(prompt).__name__}")
     return [prompt]
 
 
 def is_one(prompts: object) -> bool:
-    """Return whether an argument with one prompt is the prompt itself, not a list of one."""
+    """Return whether the argument is a single prompt rather than a list of prompts."""
     listed = isinstance(prompts, Sequence) and not isinstance(prompts, str)
     return not isinstance(prompts, Sequence) or not listed or isinstance(prompts[0], Integral)
 
@@ -176,7 +176,7 @@ def _dimensions(value: object) -> int | None:
 
 
 def _listed(value: Any) -> Any:
-    """Return an array's elements as Python numbers, others unchanged. :raises PromptError: if the array is on device meta."""
+    """Return an array's elements as Python numbers, other values unchanged. :raises PromptError: if it is on device meta."""
     if _dimensions(value) is None:
         return value
     try:

@@ -1,4 +1,4 @@
-"""State of unfinished requests: completions, texts, bytes of tokens and log-probabilities, updated from the engine's deltas."""
+"""State of unfinished requests (completions, texts, token bytes, log-probabilities), updated from the engine's deltas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.outputs import CompletionOutput, LogprobsByToken, RequestMetrics, R
 
 @dataclass
 class Progress:
-    """Counts over the requests of one call."""
+    """Progress counts over all requests of one call."""
 
     num_completions: int = 0
     num_finished: int = 0
@@ -51,11 +51,11 @@ class Completion:
 
     @property
     def score(self) -> float:
-        """Sum of the completion's token log-probabilities, by which best_of ranks."""
+        """Sum of the log-probabilities of the completion's tokens, by which best_of ranks completions."""
         return sum(self._scores)
 
     def take(self, delta: OutputDelta) -> None:
-        """Add the tokens of a step."""
+        """Add the tokens of one step."""
         self.token_ids += delta.new_token_ids
         self.finish_reason = delta.finish_reason
         self.error = delta.error
@@ -87,11 +87,11 @@ class Completion:
 
     @property
     def shown_text(self) -> str:
-        """The completion's text; while it runs, without an end that may become a stop text."""
+        """The completion's text. While it runs, an ending that may become a stop text is left out."""
         return self.text.safe_text if self.finish_reason is None else self.text.text
 
     def output(self, index: int) -> CompletionOutput:
-        """Return the whole completion so far. index: number of the completion in the output."""
+        """Return the whole completion so far. index: index of the completion in the output."""
         return self._output(index, self.shown_text, 0)
 
     def new_output(self) -> CompletionOutput | None:
@@ -127,11 +127,11 @@ class RequestState:
         self.params = params = request.params
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
         self.watched = bool(params.stop)
-        """True if each token is detokenized at once to detect stop texts; otherwise when an output is made, or at the end."""
+        """True if each token is detokenized at once to detect stop texts; otherwise only when an output is made or at the end."""
         self._changed = False
         self.num_cached_tokens = 0
         self._plain = False
-        """True if a delta only adds tokens: the text is not watched, and the first token has set times and counts."""
+        """True if a delta only adds tokens: no stop texts are watched for, and the first token has set times and counts."""
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
         self._progress = progress
@@ -189,11 +189,11 @@ class RequestState:
 
     @property
     def has_news(self) -> bool:
-        """True if `next_output` would return something new, by the request's output_kind."""
+        """True if `next_output` would return something new, according to the request's output_kind."""
         return self._changed and (self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY)
 
     def next_output(self) -> RequestOutput:
-        """Return the next output of a stream: everything so far or what is new, by the request's output_kind."""
+        """Return the next output of a stream: everything so far or only what is new, according to the request's output_kind."""
         if self.params.output_kind is not RequestOutputKind.DELTA:
             self._changed = False
             return self.output()
@@ -233,7 +233,7 @@ class RequestState:
 
 
 def by_token(found: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsByToken:
-    """Return token id -> log-probability with the token's text, at one position."""
+    """Return token id -> log-probability and text of the token, for one position."""
     ranks = (found.rank, *range(1, len(found.token_ids)))
     listed: LogprobsByToken = {}
     for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True):
@@ -298,7 +298,7 @@ class DirectTokenizer:
 
 
 def fastest_decoder(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Return the fastest object that decodes as a tokenizer does. tokenizer: None makes every text empty."""
+    """Return the fastest object that decodes as `tokenizer` does. tokenizer: None makes every text empty."""
     if tokenizer is None:
         return NoTokenizer()
     if isinstance(tokenizer, PlainTokenizer):
@@ -327,7 +327,7 @@ _BYTE_OF_SIGN: Final = _byte_of_sign()
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens."""
+    """Bytes of each token of a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         """tokenizer: transformers' tokenizer. None means that no token has bytes."""
@@ -335,7 +335,7 @@ class TokenBytes:
         self._decoder = fastest_decoder(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         self.special = frozenset(token for token, each in added.items() if each.special)
-        """Special tokens, which most texts leave out."""
+        """Special tokens, which are left out of most texts."""
         self.of = lru_cache(_REMEMBERED_TOKENS)(self._of)
         """Cached function of a token and its predecessor that returns the token's bytes; None marks the first token of a text."""
 

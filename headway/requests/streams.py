@@ -22,7 +22,7 @@ class RequestStream:
     """
 
     def __init__(self, state: RequestState, close: Callable[[], None]) -> None:
-        """close: called once, when the stream was read to its end or closed."""
+        """close: called once, when the stream has been read to its end or closed."""
         self.request_id = state.request_id
         self.state = state
         self._close: Callable[[], None] | None = close
@@ -34,7 +34,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output. :raises HeadwayError: if the request was rejected. :raises EngineDeadError: if it ended."""
+        """Return the next output. :raises HeadwayError: if rejected. :raises EngineDeadError: if the engine ended."""
         if not await self._wait():
             raise StopAsyncIteration
         output = self.state.next_output()
@@ -43,7 +43,7 @@ class RequestStream:
         return output
 
     async def news(self) -> list[CompletionOutput] | None:
-        """Return each completion's new tokens and text, without constant parts; None at the end. Raises as `__anext__`."""
+        """Return each completion's new tokens and text, without unchanging fields; None at the end. Raises as `__anext__`."""
         if not await self._wait():
             return None
         news = self.state.news()
@@ -107,12 +107,12 @@ class Mailbox:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]
     ) -> None:
-        """abort: makes the engine end one completion of a request, or all of them for None."""
+        """abort: function that makes the engine end one completion of a request, or all completions for None."""
         self.loop = loop
         self._abort = abort
         self._processor = OutputProcessor(tokenizer)
         self.streams: dict[str, RequestStream] = {}
-        """Engine's name of a request -> its stream."""
+        """Engine's name for a request -> the request's stream."""
 
     def post(self, handle: Callable[..., None], *arguments: object) -> bool:
         """Schedule `take`, `fail` or `abort` on the loop. Return False if the loop is closed."""
@@ -129,7 +129,7 @@ class Mailbox:
         return self.streams[name.key]
 
     def remove(self, key: str) -> RequestState:
-        """Forget a request. Return its last state."""
+        """Remove a request and return its last state."""
         self._processor.remove(key)
         return self.streams.pop(key).state
 

@@ -33,7 +33,7 @@ class ToolUse:
     """
     choice: Choice = "none"
     parallel: bool = True
-    """True if an answer may have several calls. A tool_choice that names a tool allows one."""
+    """True if an answer may have several calls. A tool_choice that names a tool allows only one."""
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse:
@@ -95,7 +95,7 @@ def check_function(function: Mapping[str, Any], place: str, parameters: str = "p
 
 
 def with_parameters(tool: Any) -> Any:
-    """Return a tool with an object schema for its parameters ({} and null accept none), or another value unchanged."""
+    """Return a tool with an object schema as its parameters ({} and null accept no arguments). Other values are unchanged."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     schema = function.get("parameters") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(schema or {}, Mapping):
@@ -127,7 +127,7 @@ def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:
 
 
 def _name_in(choice: Any, place: str) -> str:
-    """Return the name of the function of a choice. place: path of the choice in its request."""
+    """Return the name of the function that a tool choice names. place: path of the choice in its request."""
     if isinstance(choice, Mapping) and choice.get("type", "function") != "function":
         raise ConfigError(f"{place}.type", "function", shown(choice["type"], 80))
     for name in ("function", "name"):
@@ -143,7 +143,7 @@ Part = dict[str, Any]
 _SPACE = r"\s{0,4}"  # White space between reasoning and answer; bounded, since a small model may write spaces without end
 _MORE: Final = ("additionalProperties", "required")
 _OF_NOTHING: Final = frozenset(("type", "properties", "title", "description", "$schema", *_MORE))
-"""Keywords of a schema without properties; other keywords may allow some."""
+"""Keywords that a schema without properties may have; any other keyword might allow properties."""
 
 
 class ToolForms:
@@ -165,7 +165,7 @@ class ToolForms:
         return next(info for info in BUILTIN if info.reads == "calls" and HERMES in info.syntaxes)
 
     def form(self, given: StructuredOutputsParams | None, use: ToolUse, prompt: str) -> StructuredOutputsParams | None:
-        """Return the structured output of an answer. given: the request's, for answers that are not calls. prompt: rendered.
+        """Return the structured output of an answer. given: the request's own, for answers that are not calls. prompt: rendered.
         :raises ConfigError: if a structured output is combined with a required tool call."""
         if use.choice == "required":
             if given is not None:
@@ -212,7 +212,7 @@ class ToolForms:
         return resolved
 
     def _after_reasoning(self, form: Any, prompt: str, answer: bool) -> Any:
-        """Return a grammar that begins after the reasoning, if the model may reason. answer: True if it is not for a call."""
+        """Return a grammar that begins after the reasoning, if the model may reason. answer: True unless it is for a call."""
         marks = self._reasoning
         if marks is None:
             return form
@@ -273,7 +273,7 @@ class ToolForms:
         }
 
     def _begin(self, text: str) -> str | Part:
-        """Return the beginning of a tag: a text, or a sequence of texts, tokens and digits."""
+        """Return the beginning of a tag as a text, or as a sequence of texts, tokens and digits."""
         before, number, after_number = text.partition("NUMBER")
         parts = [self._text(before), *([{"type": "regex", "pattern": "[0-9]{1,3}"}, self._text(after_number)] if number else [])]
         flat = [part for each in parts for part in (each["elements"] if each["type"] == "sequence" else [each])]
@@ -281,7 +281,7 @@ class ToolForms:
         return str(flat[0]["value"]) if alone else {"type": "sequence", "elements": flat}
 
     def _trigger(self, text: str) -> str | Part:
-        """Return a trigger: the token that it begins with, or a text."""
+        """Return a tag's trigger: the token with which it begins, or a text."""
         whole = self._text(text)
         first: Part = next(iter(whole.get("elements", ())), whole)
         return first if first["type"] == "token" else text

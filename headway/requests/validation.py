@@ -54,7 +54,7 @@ def default_params(folder: Path, model: str = "") -> SamplingParams:
 
 
 def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParams:
-    """Return parameters with bad words as token ids. tokenizer: None if not loaded. :raises ConfigError: if one is needed."""
+    """Return parameters with bad words as token ids. tokenizer: None if not loaded. :raises ConfigError: if it is needed."""
     if tokenizer is None:
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
@@ -89,7 +89,7 @@ def params_of_each(
 
 
 def _of_each(name: str, given: Any, count: int) -> list[Any]:
-    """Return values for `count` prompts, from one for all or one per prompt. :raises ConfigError: if their number is wrong."""
+    """Return `count` values, given one value for all prompts or one per prompt. :raises ConfigError: if their number is wrong."""
     listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(listed) != count:
         raise ConfigError(name, f"one, or one for each of the {count} prompts", len(listed))
@@ -102,7 +102,7 @@ class RequestRules(NamedTuple):
     generation_config: str = "auto"
     """Source of default parameters: auto uses the model's recommendation, vllm uses SamplingParams()."""
     processors: tuple[type[Any], ...] = ()
-    """Classes of the processors that change every batch."""
+    """Classes of the logits processors that change every batch."""
 
     def apply(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the engine's batch processors. :raises ConfigError: if a processor rejects them."""
@@ -132,7 +132,7 @@ def processor_class(given: object) -> type[Any]:
 
 
 class InfillTokens(NamedTuple):
-    """Control tokens of fill-in-the-middle: before the prefix, before the suffix, and before the generated middle."""
+    """Control tokens for fill-in-the-middle: the token before the prefix, before the suffix, and before the generated middle."""
 
     prefix: str
     suffix: str
@@ -145,12 +145,12 @@ FAMILIES: Final = (
     InfillTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
-"""Fill-in-the-middle tokens by model family. All put the prefix first.
+"""Fill-in-the-middle tokens, one item per model family. All families put the prefix first.
 
 Bavarian et al., "Efficient training of language models to fill in the middle", 2022.
 """
 _ENDS: Final = ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|endoftext|>")
-"""Tokens with which some of these models end the middle."""
+"""Tokens with which some of these models end the generated middle."""
 
 
 class Infill:
@@ -166,7 +166,7 @@ class Infill:
         self._tokenizer = tokenizer
         self._ids = [known[token] for token in found]
         self.stop_token_ids = sorted({*self._ids, *(known[token] for token in _ENDS if token in known)})
-        """Tokens that never occur in the middle and therefore end it."""
+        """Ids of the tokens that never occur in the generated middle and therefore end it."""
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
         """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: if not Unicode."""
@@ -185,7 +185,7 @@ _SHORT = 4096  # Maximum number of token ids of a short prompt; checking takes l
 
 
 class TextModel(NamedTuple):
-    """Parts of a model that reading and writing texts needs."""
+    """Parts of a model that are needed to encode prompts and decode outputs."""
 
     name: str
     folder: Path
@@ -194,7 +194,7 @@ class TextModel(NamedTuple):
 
 
 class RequestValidator:
-    """Validator for the requests of one engine, which does not check again. Thread-safe."""
+    """Validator for the requests of one engine, which does not check them again. Thread-safe."""
 
     def __init__(self, model: TextModel, limits: RequestLimits, rules: RequestRules = _NO_RULES) -> None:
         self.model = model
@@ -229,7 +229,7 @@ class RequestValidator:
         return chat_prompt(self.tokenizer, self.model.name, messages, control_tokens=control_tokens, **options)
 
     def text_prompt(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """Return a text as {"prompt", "prompt_token_ids"}, control names as text. :raises ConfigError: if unsupported."""
+        """Return a text as {"prompt", "prompt_token_ids"}; control token names stay text. :raises ConfigError: if unsupported."""
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
 
     def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
@@ -249,11 +249,11 @@ class RequestValidator:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """Control tokens of the model, read at first use."""
+        """Encoder for texts with control token names, created at its first use."""
         return ControlTokens(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
-        """Return the model's recommended parameters or vLLM's, as the option generation_config says."""
+        """Return the model's recommended parameters or vLLM's defaults, as the option generation_config selects."""
         return self._default_params.clone()
 
     @cached_property
@@ -301,7 +301,7 @@ class RequestName(NamedTuple):
     """The two names of an unfinished request."""
 
     request_id: str
-    """The caller's id, free again as soon as the request has ended."""
+    """The caller's id, which may be reused as soon as the request has ended."""
     key: str
     """The engine's name, never reused, so that late tokens of an abandoned request do not reach a new request with its id."""
 

@@ -56,7 +56,7 @@ class Answer(ABC):
         check_ended(new, self.is_structured, self.form_field)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write a choice's first events. output: makes the output so far, which few answers need."""
+        """Write a choice's first events. output: function that returns the output so far, which few kinds of answers need."""
         return b""
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
@@ -68,12 +68,12 @@ class Answer(ABC):
         return DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """Write the end of a stream that has begun and failed."""
+        """Write the end of a stream that has failed after it began."""
         return error.event() + DONE
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Write the whole answer. outputs: one per prompt."""
+        """Write the whole answer. outputs: one output per prompt."""
 
 
 class ChunkedAnswer(Answer):
@@ -85,7 +85,7 @@ class ChunkedAnswer(Answer):
 
     chunk_object: ClassVar[str]
     around: ClassVar[tuple[str, str]]
-    """JSON before and after the text of a chunk's choice, between its index and its finish_reason."""
+    """JSON before and after the text in a chunk's choice, between index and finish_reason."""
 
     def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool, name: str = "") -> None:
         """model, name: see `Answer`. :raises ConfigError: if a stream asks for prompt_logprobs, which vLLM rejects too."""
@@ -183,7 +183,7 @@ def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, A
 
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot represent, as in vLLM."""
+"""Log-probability written for minus infinity, which JSON cannot represent, as in vLLM."""
 
 
 def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class CompletionAnswer(ChunkedAnswer):
     def _listed(
         self, index: int, places: Sequence[LogprobsByToken | None] | None, token_ids: Sequence[int]
     ) -> dict[str, Any] | None:
-        """Return the log-probabilities of a choice's next tokens, or None if not requested."""
+        """Return the log-probabilities of a choice's next tokens, or None if they were not requested."""
         if self._most is None:
             return None
         offset, as_ids = self._offsets.get(index, 0), self.body.return_tokens_as_token_ids

@@ -1,4 +1,4 @@
-"""Beam search in the server: one request of one token per beam and step, and one answer for all."""
+"""Beam search in the server: one request of one token per beam and step, and one answer for all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_fields(body: SamplingRequest) -> None:
 
 
 def reply_of(body: SamplingRequest) -> type[Reply]:
-    """Return the reply class for a chat or a completion."""
+    """Return the reply class for a chat or a completion, which depends on whether it uses beam search."""
     return BeamReply if body.use_beam_search else Reply
 
 

@@ -1,4 +1,4 @@
-"""Conversations of a server: from a chat's body to its prompt, and from outputs to /v1/chat/completions."""
+"""Chats of a server: conversion of a chat's body to a prompt, and of outputs to answers of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("headway")
 
 
 class ChatAnswer(ChunkedAnswer):
-    """Writes the answer to a ChatRequest."""
+    """Writer of the answer to a ChatRequest."""
 
     prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
@@ -40,7 +40,7 @@ class ChatAnswer(ChunkedAnswer):
         self._logprobs = bool(body.logprobs)
         self._token_bytes = token_bytes
         self.hides_special = True
-        """True if texts leave special tokens out."""
+        """True if special tokens are left out of texts."""
         self._text_bytes: dict[int, TextBytes] = {}  # index of a choice -> the bytes of its text
         self._includes_reasoning = body.include_reasoning
         last = body.messages[-1] if body.echo and body.messages else {}
@@ -57,7 +57,7 @@ class ChatAnswer(ChunkedAnswer):
         return self.chunk([choice])
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """Write the new part of a choice as events. A text with more than content takes one event per part."""
+        """Write the new part of a choice as events. A text with parts other than content takes one event per part."""
         reader = self._reader(index)
         if reader is None:
             return super().piece(index, new, used)
@@ -139,7 +139,7 @@ class ChatAnswer(ChunkedAnswer):
         return ChatCompletionMessage(**{**fields, "role": "assistant", "content": None if none else content, "refusal": None})
 
     def choices(self, output: RequestOutput, more: Mapping[str, Any]) -> list[Choice]:
-        """Return the choices of a finished output. more: fields that replace the choice's own."""
+        """Return the choices of a finished output. more: fields that replace fields of the choice."""
         choices = []
         for new in output.outputs:
             listed, reader = self._logprobs_of(new), self._reader(new.index)
@@ -183,7 +183,7 @@ def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[Request
 
 
 def _delta(piece: ChatPiece) -> dict[str, Any]:
-    """Return a piece as OpenAI's delta. Reasoning has both of its names."""
+    """Return a piece as OpenAI's delta. Reasoning is given under both of its field names."""
     if piece.kind == "content":
         return {"content": piece.text}
     if piece.kind == "reasoning":
@@ -195,7 +195,7 @@ def _delta(piece: ChatPiece) -> dict[str, Any]:
 
 
 class Chats:
-    """The chats of one service."""
+    """Preparation of the chats of one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -238,7 +238,7 @@ class Chats:
             raise PromptError("messages", *error.reason[1:]) from None
 
     async def prepare_all(self, body: BatchChatRequest, answer: BatchChatAnswer) -> Sequence[CheckedRequest]:
-        """Check and tokenize several chats. :raises ConfigError: see `prepare`; the error has the conversation's index."""
+        """Check and tokenize several chats. Raises as `prepare`; the error has the conversation's index."""
         checked: list[CheckedRequest] = []
         for number, (chat, one) in enumerate(zip(body.chats, answer.chats, strict=True)):
             try:

@@ -29,7 +29,7 @@ from headway.server.service import Service
 from headway.version import __version__
 
 _NAMES: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-"""SGLang's name of a sampling parameter -> OpenAI's or vLLM's."""
+"""SGLang's name of a sampling parameter -> OpenAI's or vLLM's name."""
 _SAME: Final = (
     *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "logit_bias"),
     *("presence_penalty", "repetition_penalty", "skip_special_tokens"),
@@ -138,7 +138,7 @@ _Scored = list[Any]  # A token's log-probability, its id, and its text or None
 
 
 class NativeAnswer(Answer):
-    """Writes answers in SGLang's format: each event has the whole text so far."""
+    """Writer of answers in SGLang's format: each event has the whole text so far."""
 
     prefix = "gen-"
 
@@ -161,7 +161,7 @@ class NativeAnswer(Answer):
         return orjson.dumps(response if self._native.is_list else response[0])
 
     def _id_of(self, number: int) -> str:
-        """Return the id of a prompt's answer: the caller's, or else a new one."""
+        """Return the id of a prompt's answer: the caller's id, or else a new id."""
         given = self._native.rid
         if isinstance(given, str):
             return given
@@ -217,7 +217,7 @@ def _reason(new: CompletionOutput) -> dict[str, Any] | None:
 
 
 class TokensAnswer(Answer):
-    """Writes answers of token ids, as vLLM's /inference/v1/generate does."""
+    """Writer of answers that are token ids, as in vLLM's /inference/v1/generate."""
 
     prefix = "generate-tokens-"
 
@@ -243,7 +243,7 @@ class TokensAnswer(Answer):
 
 
 class DemoAnswer(Answer):
-    """Writes answers as vLLM's api_server does: prompt and completion as one text, in a stream one line per step."""
+    """Writer of answers as in vLLM's api_server: prompt and completion as one text, in a stream one line per step."""
 
     prefix = "gen-"
 
@@ -314,7 +314,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("POST", "/invocations", direct=True)
     async def invocations(self, request: Request) -> Response:
-        """Handle a body of another path: a chat if it has messages, else a completion."""
+        """Handle a body as the path for its kind does: as a chat if it has messages, else as a completion."""
         text = await read_text(request, self._service.options)
         body = fields_of(text)
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions" if "prompt" in body else None

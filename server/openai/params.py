@@ -64,7 +64,7 @@ def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
 
 
 def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingParams:
-    """Return the parameters of completions. :raises ConfigError: if a value is invalid."""
+    """Return the parameters of a completion request. :raises ConfigError: if a value is invalid."""
     if body.suffix and body.echo:
         raise ConfigError("echo", "false beside suffix", "true")
     most = body.max_tokens
@@ -134,7 +134,7 @@ def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:
-    """Return prompts as texts, token ids or embeddings. :raises ApiError: if there are none, too many or invalid ones."""
+    """Return prompts as texts, token ids or embeddings. :raises ApiError: if there are no prompts, too many, or invalid ones."""
     given, embedded = body.prompt, body.prompt_embeds
     if given is None and not embedded:
         raise ApiError(400, "prompt: needs a text, token ids, or prompt_embeds in its place, got none", "prompt")

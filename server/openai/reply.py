@@ -47,7 +47,7 @@ class PromptReader:
 
     @property
     def output(self) -> RequestOutput:
-        """The whole output so far."""
+        """The complete output so far."""
         return self._stream.state.output()
 
     async def whole(self) -> RequestOutput | None:
@@ -114,7 +114,7 @@ class PromptReader:
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
 Prepare = Callable[[], Awaitable[Sequence[CheckedRequest]]]
-"""Tokenizes and checks the prompts of a request."""
+"""Function that tokenizes and checks the prompts of a request."""
 
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -255,7 +255,7 @@ async def _nothing() -> Any:
 
 
 async def _all(parts: Sequence[Awaitable[None]]) -> None:
-    """Run all parts concurrently; the first exception ends the others."""
+    """Run all parts concurrently; the first exception ends the other parts."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         await asyncio.gather(*tasks)

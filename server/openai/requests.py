@@ -20,7 +20,7 @@ MOST_STOPS = 64
 Count = Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)]
 Stops = Annotated[list[str], Field(max_length=MOST_STOPS)]
 TokenIds = list[Annotated[int, Field(strict=True)]]
-"""Integers; true and "5" are rejected."""
+"""Token ids: integers. true and "5" are rejected."""
 
 
 class StreamOptions(BaseModel):
@@ -54,7 +54,7 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingRequest(Fields):
-    """Fields that chats and completions share. None means that the field was not given."""
+    """Fields that chats and completions share. None means that a field was not given."""
 
     model: str | None = None
     """One of the server's names for its model. None means the model itself."""
@@ -90,12 +90,12 @@ class SamplingRequest(Fields):
     structured_outputs: dict[str, Any] | None = None
     """Fields of StructuredOutputsParams."""
     guided_json: str | dict[str, Any] | None = None
-    """This and the next three: structured outputs under their names before vLLM 0.10."""
+    """JSON schema. This and the next three fields are structured outputs under their names before vLLM 0.10."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
-    """This and the next: structured outputs under SGLang's names."""
+    """Regular expression. This and the next field are structured outputs under SGLang's names."""
     ebnf: str | None = None
     use_beam_search: bool | None = None
     """Find the most likely continuations by beam search, keeping n at each token, instead of sampling."""
@@ -108,7 +108,7 @@ class SamplingRequest(Fields):
     """True to treat names of control tokens in prompts and contents as text. None means the server's option for contents and
     False for prompts."""
     return_token_ids: bool = False
-    """Add `token_ids` to every choice, and the prompt's to the first."""
+    """Add `token_ids` to every choice, and the prompt's token ids to the first choice."""
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as "token_id:123"."""
 
@@ -139,7 +139,7 @@ class ChatRequest(SamplingRequest):
     tools: list[dict[str, Any]] | None = None
     """Tools for the model, in its chat template, or described in the first message if the template does not support tools."""
     tool_choice: str | dict[str, Any] | None = None
-    """None means "auto" if there are tools."""
+    """Choice of the tools to call. None means "auto" if there are tools."""
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""
     modalities: list[Literal["text"]] | None = None
@@ -174,7 +174,7 @@ class BatchChatRequest(ChatRequest):
 
     @cached_property
     def chats(self) -> list[ChatRequest]:
-        """The chat of each conversation. :raises ConfigError: if a field is unsupported; vLLM rejects the same ones."""
+        """The chat of each conversation. :raises ConfigError: if a field is unsupported; vLLM rejects the same fields."""
         one = "/v1/chat/completions takes one"
         for name, wanted in (("stream", False), ("use_beam_search", False), ("n", 1), ("best_of", 1)):
             if (got := getattr(self, name)) not in (None, wanted):
@@ -189,7 +189,7 @@ class CompletionRequest(SamplingRequest):
     """The body of /v1/completions."""
 
     prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
-    """None if prompt_embeds has the prompts."""
+    """Prompts as texts or token ids. None if prompt_embeds has the prompts."""
     prompt_embeds: str | Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = None
     """Prompts as embeddings: base64 of torch.save's output. They precede the prompts in `prompt`."""
     echo: bool | None = False
@@ -261,7 +261,7 @@ class EmbeddingRequest(PooledRequest):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Texts of `input`, or the token ids of each."""
+        """Prompts of `input`: texts, or the token ids of each."""
         if self.input is None:
             return []
         if isinstance(self.input, str):
@@ -304,6 +304,6 @@ class RerankRequest(PooledRequest):
     query: str
     documents: Texts
     top_n: int = Field(default=0, ge=0)
-    """Number of documents to return, best first. 0 means all."""
+    """Number of documents to return, best first. 0 means all documents."""
     return_documents: bool = True
     """True to return each document's text with its result, as vLLM does."""

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: request bodies, conversion to chats, answers, storage and routes."""
+"""OpenAI's Responses API: request bodies, conversion to and from chats, answers, storage and routes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TextFormat(BaseModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """The structured output in the form of chats."""
+        """The structured output in the format of chats."""
         if self.type != "json_schema":
             return {"type": self.type}
         if self.schema_ is None:
@@ -109,7 +109,7 @@ class ResponsesRequest(Fields):
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
+        """The input as a list of items."""
         return [{"type": "message", "role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def check(self) -> None:
@@ -222,7 +222,7 @@ def _texts(content: Any, place: str) -> list[str]:
 
 
 def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
-    """Return a tool in the form of chats. :raises ConfigError: if it is a server-side tool of OpenAI or invalid."""
+    """Return a tool in the format of chats. :raises ConfigError: if it is a server-side tool of OpenAI or invalid."""
     if tool.type != "function":
         raise ConfigError(f"{place}.type", "function, the one type of tools that models call here", shown(tool.type, 60))
     given = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
@@ -231,7 +231,7 @@ def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
 
 
 def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return the tool choice in the form of chats. :raises ConfigError: if chats do not support it."""
+    """Return the tool choice in the format of chats. :raises ConfigError: if chats do not support it."""
     if not isinstance(given, dict):
         return given
     if given.get("type") != "function":
@@ -242,7 +242,7 @@ def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 _TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
-"""Kind of a piece -> type of its item."""
+"""Kind of a piece -> type of the piece's item."""
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXT_EVENTS: Final = {
     "message": "response.output_text",
@@ -252,10 +252,10 @@ _TEXT_EVENTS: Final = {
 
 
 class OpenItem:
-    """The item that is being written."""
+    """The item of an answer that is currently being written."""
 
     def __init__(self, piece: ChatPiece, place: int) -> None:
-        """piece: its first piece. place: index among the answer's items."""
+        """piece: the item's first piece. place: index among the answer's items."""
         self.kind = _TYPES[piece.kind]
         self.call = piece.call
         self.place = place
@@ -271,7 +271,7 @@ class OpenItem:
         return "".join(self._texts)
 
     def add(self, text: str) -> None:
-        """Add text."""
+        """Append text to the item."""
         self._texts.append(text)
 
     @property
@@ -295,14 +295,14 @@ class OpenItem:
 
 
 class ResponsesAnswer(ConvertedAnswer):
-    """Converts a chat's answer to a response."""
+    """Converts a chat's answer to a response of the Responses API."""
 
     prefix = "resp_"
 
     def __init__(
         self, chat: ChatAnswer, parsed: ResponsesRequest, default: SamplingParams, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        """default: values of fields that a request leaves out. keep: called with the complete response."""
+        """default: values of fields that a request leaves out. keep: function called with the complete response."""
         super().__init__(chat)
         self._parsed = parsed
         self._default = default
@@ -426,7 +426,7 @@ class ResponsesAnswer(ConvertedAnswer):
 
 
 def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:
-    """Return the usage of a response. written: tokens of its completion."""
+    """Return the usage of a response. written: number of tokens in its completion."""
     prompt = len(output.prompt_token_ids)
     return {
         "input_tokens": prompt,
@@ -438,7 +438,7 @@ def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:
 
 
 MOST_BYTES: Final = 64 * 2**20
-"""Maximum bytes of JSON of all stored responses and their conversations."""
+"""Maximum size, in bytes of JSON, of all stored responses and their conversations."""
 
 
 @dataclass(frozen=True)
@@ -497,7 +497,7 @@ class ResponseStore:
 
 
 class ResponsesRoutes(RouteGroup):
-    """/v1/responses and its subpaths."""
+    """Routes of the Responses API: /v1/responses and its subpaths."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
         self._service = service

@@ -35,7 +35,7 @@ class Histogram:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds in Prometheus' notation, each with the number of values up to it."""
+        """Upper bounds in Prometheus' notation, each with the number of values up to the bound."""
         total, listed = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -68,7 +68,7 @@ class Labels:
         return family
 
     def refused(self, counts: Mapping[str, int]) -> Metric:
-        """Return the counter of error responses. counts: by status."""
+        """Return the counter of error responses. counts: status -> number of responses."""
         samples = (((status,), count) for status, count in counts.items())
         return self.counter("headway:requests_refused", "Requests answered by an error.", samples, "status")
 
@@ -118,12 +118,12 @@ class Metrics:
         """Status -> number of error responses."""
         self.first_token = self._histograms["time_to_first_token_seconds"].observe
         self.next_tokens = self._histograms["inter_token_latency_seconds"].observe
-        """Called with (seconds per token, number of tokens)."""
+        """Function to call with (seconds per token, number of tokens)."""
 
     def finished(
         self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
     ) -> None:
-        """Add a finished request. reasons: finish_reason of each completion. longest: tokens of the longest. most: max_tokens."""
+        """Add a finished request. reasons: finish_reason of each completion. longest: length of the longest. most: max_tokens."""
         self._reasons.update(reasons)
         found = self._histograms
         found["request_prompt_tokens"].observe(prompt_tokens)

@@ -45,7 +45,7 @@ class UnloadAdapterRequest(Fields):
 
 
 class AdapterRoutes(RouteGroup):
-    """Loads and unloads adapters. Returns 404 unless operator paths are enabled."""
+    """Loads and unloads adapters. Routes return 404 unless operator paths are enabled."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -95,12 +95,12 @@ class AdapterRoutes(RouteGroup):
 
 
 def models_of(adapters: Sequence[LoRARequest], parent: str, model: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return entries of /v1/models for adapters, in vLLM's form. model: returns the entry of a name."""
+    """Return entries of /v1/models for adapters, in vLLM's format. model: function that returns the entry for a name."""
     return [{**model(each.lora_name), "root": each.lora_path, "parent": each.base_model_name or parent} for each in adapters]
 
 
 class ProfileRoutes(RouteGroup):
-    """Starts and stops profiles. Returns 404 without a folder for traces, since a profile slows down all requests."""
+    """Starts and stops profiles. Routes return 404 without a folder for traces, since a profile slows down all requests."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -218,7 +218,7 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/wake_up")
     async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """Allocate the memory again. tags: weights, kv_cache or both."""
+        """Allocate the freed memory again. tags: weights, kv_cache or both."""
         self._service.check_operator()
         await self._llm.wake_up(tags)
         self._service.is_asleep = await self._llm.is_sleeping()
@@ -249,7 +249,7 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/resume")
     async def resume(self) -> Response:
-        """Let requests continue, the waiting ones first."""
+        """Let requests continue, waiting requests first."""
         self._service.check_operator()
         self._service.resume()
         return json_response({"status": "resumed"})

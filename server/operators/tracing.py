@@ -44,7 +44,7 @@ _HEADERS: Final = frozenset((b"traceparent", b"tracestate"))
 
 
 class Tracing:
-    """Creates the spans of a server's requests. A thread of the library sends them."""
+    """Creator of the spans of a server's requests. A thread of the OpenTelemetry library sends them."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

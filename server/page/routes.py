@@ -25,7 +25,7 @@ from headway.server.service import Service
 from headway.version import __version__
 
 MOST_SEQUENCES: Final = 48
-"""Maximum number of sequences to list; only the number of the others is shown."""
+"""Maximum number of sequences to list. For the rest, only their number is shown."""
 _TOTALS: Final = (
     *("num_steps", "num_graph_steps", "num_output_tokens", "num_prompt_tokens", "num_cached_tokens", "num_preemptions"),
     *("num_draft_tokens", "num_accepted_tokens", "blocks_offloaded", "offload_hits"),
@@ -158,7 +158,7 @@ ASSETS: Final = {
     "/headway/page/table.js": ("table.js", "text/javascript"),
     "/headway/page/dom.js": ("dom.js", "text/javascript"),
 }
-"""Path -> file, media type. The files are the same for all users and need no API key; the data need the key."""
+"""Path -> file, media type. The files are the same for all users and need no API key; the data needs the key."""
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -171,7 +171,7 @@ _Number = Annotated[int, Query(ge=1, le=2**31)]
 
 
 class PageRoutes(RouteGroup):
-    """Routes of the web UI."""
+    """Routes of the web UI and its data."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""`python -m headway.tuning.isolated.child`: a child process that tries plugins or measures one table, and that may crash.
+"""`python -m headway.tuning.isolated.child`: a child process, allowed to crash, that tries plugins or measures one table.
 
 The process reads one request and answers in lines of JSON. Each plugin runs in a fork of this process. If a plugin kills its
 parent, only this process ends; a plugin that hangs is stopped and named. This process never uses a GPU before it forks.
@@ -63,7 +63,7 @@ _HEAD_DIMS = (64, 128)
 
 
 class Fault(Exception):
-    """A plugin broke a rule that fails its trial."""
+    """Error: a plugin broke a rule, so its trial has failed."""
 
 
 class TrialSteps:
@@ -86,7 +86,7 @@ class TrialSteps:
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Run a step of the plugin's code. An exception becomes a remark; an exit, printed output or a changed process state is a
+        """Run a step of the plugin's code. An exception becomes a remark. An exit, printed output or a changed process state is a
         fault.
 
         :raises Fault: if the step has a fault.
@@ -110,7 +110,7 @@ class TrialSteps:
     def check(self, what: str) -> None:
         """Check that nothing was printed and that the state of the process is unchanged.
 
-        :raises Fault: if either is not so.
+        :raises Fault: if something was printed or the state has changed.
         """
         sys.stdout.flush()
         size = os.lseek(self._out.fileno(), 0, os.SEEK_END)
@@ -171,7 +171,7 @@ def _try_parts(trial: TrialSteps, registry: Registry, brought: Brought) -> None:
 
 
 def _try_kernel(trial: TrialSteps, registry: Registry, name: str, device: str, kind: OperationKind) -> None:
-    """Load a kernel, check whether it can run, and compare a few small attention steps on each device with float64."""
+    """Load a kernel, check whether it can run, and compare a few small attention steps on each device with float64 results."""
     kernel: type[Kernel] | None = None
     with trial.step(f"load() of {kind.word} {name}"):
         kernel = registry.of(kind).backend(name)
@@ -195,7 +195,7 @@ def _try_kernel(trial: TrialSteps, registry: Registry, name: str, device: str, k
 
 
 def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], device: torch.device) -> Iterator[str]:
-    """Run the self-test on the first layer that a backend supports for each dtype, and yield what is wrong."""
+    """Run the self-test on the first layer that a backend supports for each dtype, and yield each error."""
     claims = backend.capabilities
     pairs = [(info.layout, size) for size in DEFAULT_BLOCK_SIZES for info in registry.layouts.values()]
     for dtype in claims.dtypes:
@@ -230,7 +230,7 @@ def _is_of(module: object, plugin: PluginSource) -> bool:
 
 
 def _end(trial: TrialSteps, modules: list[ModuleType]) -> None:
-    """Run what Python runs at exit. modules: the plugin's modules, whose names Python drops at exit.
+    """Run Python's exit handlers. modules: the plugin's modules, whose names Python drops at exit.
 
     :raises Fault: if a thread of the plugin would keep Headway from ending.
     """
@@ -264,7 +264,7 @@ _OPERATIONS: tuple[tuple[object, str], ...] = (
     *((torch, name) for name in ("matmul", "mm", "bmm", "addmm", "softmax", "cat", "empty")),
     *((torch.Tensor, name) for name in ("__matmul__", "matmul", "to", "mul_")),
 )
-"""Functions of torch that other backends and the model use."""
+"""(module, name) of torch functions that other backends and the model use."""
 
 
 def modules() -> dict[str, ModuleType]:
@@ -310,7 +310,7 @@ class ProcessSnapshot:
         self._variables = set(os.environ)
 
     def changed(self) -> str:
-        """Return a description of the first part of the state that has changed, or "" if nothing has."""
+        """Return a description of the first part of the state that has changed, or "" if no part has changed."""
         for name, read in STATE.items():
             now, before = read(), self._before[name]
             if now != before:
@@ -323,9 +323,9 @@ class ProcessSnapshot:
 
 
 _DUMP_SECONDS = 0.5
-"""Seconds that a hanging process gets to write its stack."""
+"""Seconds for a hanging process to write its stack."""
 _END_SECONDS = 1.0
-"""Seconds that processes started by a plugin get to end after the plugin."""
+"""Seconds for processes that a plugin started to end after the plugin."""
 _POLL_SECONDS = 0.02
 _MOST_OUTPUT = 20_000
 """Maximum number of characters stored from a plugin's output."""
@@ -336,7 +336,7 @@ than any useful limit."""
 
 @dataclass
 class _PipeReader:
-    """Messages read from the pipe of a plugin's process."""
+    """Reader of the messages in the pipe of a plugin's process."""
 
     pipe: int
     stage: str = "its process"
@@ -387,7 +387,7 @@ def judge(plugin: PluginSource, device: str, seconds: float, private: int | None
 
 
 def _run_in_fork(plugin: PluginSource, device: str, pipe: int, errors: int) -> None:
-    """Try a plugin in this process, which is a fork made for it."""
+    """Try a plugin in this process, which is a fork made for this plugin."""
     die_with_parent()
     # Only the plugin's own exit functions and garbage are tried: those of libraries loaded before may not survive a fork.
     atexit._clear()

@@ -38,7 +38,7 @@ _DUMP = 'File "'
 
 
 def third_party_files(registry: Registry, names: Collection[str], kind: OperationKind = ATTENTION) -> dict[str, str]:
-    """Return the file of the plugin that registers each of the named backends, for installed plugins and plugin files."""
+    """Return backend name -> the file of the plugin that registers it, for installed plugins and plugin files."""
     return {
         name: record.file
         for record in registry.plugins
@@ -61,7 +61,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
 
     options: must have the names of the backends and the path of the table.
 
-    :raises HeadwayError: if the measurement raises it, or if the child ends and no backend is at fault.
+    :raises HeadwayError: if the measurement raises one, or if the child ends and no backend is at fault.
     """
     assert options.backends is not None
     kind = kind_of(options.spec)
@@ -107,7 +107,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
 
 
 def _written(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes whenever the file is rewritten, or None without a file."""
+    """Return a value that changes whenever the file is rewritten, or None if there is no file."""
     try:
         found = path.stat()
     except OSError:

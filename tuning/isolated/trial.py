@@ -20,7 +20,7 @@ from headway.registry.records import PluginPolicy
 from headway.registry.registry import Registry
 
 CHILD = "headway.tuning.isolated.child"
-"""Module that the child process runs."""
+"""Name of the module that the child process runs."""
 SECONDS = {"cpu": 5.0, "cuda": 60.0}
 """Seconds from a plugin's import to the end of its self-test. On a GPU this includes compiling its kernels."""
 SIDE_BY_SIDE = 4

@@ -1,4 +1,4 @@
-"""Measured times of the all-reduce kernels, by number of bytes."""
+"""Measured times of the all-reduce kernels for each number of bytes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _REPLAYS = 7
 _TOLERANCE = 2.0**-6
 """Maximum error of bfloat16 sums that round after each rank, relative to the largest element."""
 _CHECK_SECONDS = 30.0
-"""Maximum seconds for a sum in a check: another rank may first compile the kernel."""
+"""Maximum seconds for a sum in a check, since a different rank may first have to compile the kernel."""
 _END = -1
 log = logging.getLogger("headway")
 
 
 def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any], budget: float) -> None:
-    """Select the all-reduce kernels of the ranks, the fastest for each size by measured times. Every rank must call this.
+    """Select the fastest all-reduce kernel for each size by measured times. Every rank must call this.
 
     budget: seconds that may be spent on measuring. If 0, nothing is measured; without a stored table, the first kernel that
     supports a tensor sums it.
@@ -75,7 +75,7 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
 
 
 def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup) -> dict[str, Any]:
-    """Return which all-reduce kernel runs from each size on, the source of that choice, and why the other kernels do not run.
+    """Return the all-reduce kernel that runs from each size on, the source of that choice, and the reasons against other kernels.
 
     Nothing is measured.
     """
@@ -104,7 +104,7 @@ def sum_layer(ranks: TorchRanks) -> SumLayer:
 
 
 def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:
-    """Return the crossover table for `size` ranks. us: times in microseconds of each kernel, one per entry of SIZES."""
+    """Return the crossover table for `size` ranks. us: kernel -> microseconds per all-reduce, for each size in SIZES."""
     points = counted_points("bytes", SIZES)
     timed = [(name, *found) for name, times in us.items() for found in zip(points, times, strict=True)]
     cells = [new_cell(point, name, None, "ok", median_us=time) for name, point, time in timed if time is not None]
@@ -118,7 +118,7 @@ def _record(size: int) -> RanksRecord:
 
 @dataclass(frozen=True)
 class SumLayer(CountedLayer):
-    """All-reduce over ranks, measured by number of bytes. Rank 0 requests sizes, and all ranks time them together."""
+    """All-reduce over ranks, measured at several numbers of bytes. Rank 0 requests sizes, and all ranks time them together."""
 
     ranks: TorchRanks
 
@@ -145,7 +145,7 @@ class SumLayer(CountedLayer):
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable:
-        """Measure all points whatever the budget: ranks that stop at different points would wait for each other."""
+        """Measure all points regardless of the budget: ranks that stop at different points would wait for each other."""
         return super().measure(wanted, math.inf, old, resume=resume, prior=prior)
 
     def agree(self, counts: Collection[int] | None) -> list[int] | None:
@@ -156,7 +156,7 @@ class SumLayer(CountedLayer):
         return None if _END in found else [size for size, wanted in zip(SIZES, found, strict=True) if wanted]
 
     def follow(self) -> None:
-        """Time the same sizes as rank 0 until it ends."""
+        """Time the sizes that rank 0 requests until rank 0 ends."""
         with torch.inference_mode():
             while (counts := self.agree(())) is not None:
                 list(self._cells(counted_points("bytes", counts), Budget(math.inf)))
@@ -195,7 +195,7 @@ def _all(ranks: TorchRanks, ok: bool) -> bool:
 
 
 def _wrong(ranks: TorchRanks, kernel: AllReduceKernel) -> str:
-    """Return how a kernel's sums differ from sums over gathered tensors, or "" if they are correct."""
+    """Return text on how a kernel's sums differ from sums over gathered tensors, or "" if they are correct."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     for number, count in enumerate((8, 5000, 200_000, 24, 100_000, 48, 2**18)):
         x = torch.empty(count, dtype=torch.bfloat16, device=ranks.device).normal_(generator=generator)

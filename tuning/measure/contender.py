@@ -1,4 +1,4 @@
-"""Correctness check and timing of one backend on one case. A backend with a wrong answer gets no time."""
+"""Correctness check and timing of one backend on one case. A backend that gives a wrong answer is not timed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from headway.tuning.measure.timing import Timer, Timing, host_us
 
 
 class InputsChangedError(RuntimeError):
-    """A backend wrote to its inputs. The inputs have been restored."""
+    """Error: a backend wrote to its inputs, which have been restored."""
 
 
 class GuardedInputs:
     """Copies and checksums of a step's inputs, to detect writes to them.
 
-    A backend may write its output, and the new tokens into the cache slots that already hold them.
+    A backend may write its output, and may write the new tokens into the cache slots that already hold them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GuardedInputs:
     def check(self, with_cache: bool = True) -> None:
         """Compare the inputs with their copies and checksums. with_cache: False skips the cache, whose check must read all of it.
 
-        :raises InputsChangedError: if inputs differ. The message names them, and they have been restored.
+        :raises InputsChangedError: if inputs differ. The message names these inputs, which have been restored.
         """
         changed = [name for name, tensor in self._small.items() if not torch.equal(tensor, self._copies[name])]
         large = [name for name, tensor in self._large.items() if (with_cache or changed) and _bits(tensor) != self._sums[name]]
@@ -71,7 +71,7 @@ def _named(case: Case) -> dict[str, Tensor]:
 
 
 def _bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bits as integers, modulo 2**64. It changes if one element changes, also with NaN."""
+    """Return the sum of a tensor's bits as integers, modulo 2**64. It changes if any element changes, even if there are NaNs."""
     flat = tensor.reshape(-1)
     wide = flat.numel() * flat.element_size() % 4 == 0
     return int(flat.view(torch.int32 if wide else torch.uint8).sum(dtype=torch.int64))
@@ -83,18 +83,18 @@ _REASON_LENGTH = 400
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A backend prepared for one case."""
+    """A backend prepared for one case, ready to be checked and timed."""
 
     call: Callable[[], Tensor]
-    """Runs only the kernel and returns the output."""
+    """Function that runs only the kernel and returns the output."""
     error: Callable[[Tensor], float]
-    """Returns the relative error of an output, NaN if the output contains NaN."""
+    """Function that returns the relative error of an output; NaN if the output contains NaN."""
     tolerance: float
     poison: Callable[[], object] = lambda: None
-    """Fills the output with invalid values, so that rows that are not written are detected."""
+    """Function that fills the output with invalid values, so that unwritten rows are detected."""
     plan: Callable[[], object] | None = None
     step: Callable[[], object] | None = None
-    """Runs `plan` and `call` together, like an engine with one layer. None means `call`."""
+    """Function that runs `plan` and `call`, as an engine with one layer does. None means `call`."""
     kernel: str = ""
 
 
@@ -115,7 +115,7 @@ class Measurement:
 def measure(
     prepare: Callable[[], Contender], device: torch.device, timer: Timer, check: Callable[[], object] = lambda: None
 ) -> Measurement:
-    """Prepare, check, time and check again: an answer that changes over repeated calls is a race.
+    """Prepare, check and time a contender, then check it again: an answer that changes over repeated calls is a race.
 
     Exceptions of the backend are not raised: they become the reason of the result.
 
@@ -180,7 +180,7 @@ def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, wr
 def backend_contender(
     backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], writer: CacheWriter | None = None
 ) -> Contender:
-    """Return a contender for a Headway backend, called as in the engine, with its own output. writer: as in `run_layer`."""
+    """Return a contender for a Headway backend, called as in the engine, with a separate output. writer: as in `run_layer`."""
     view = case.metadata.decode if case.metadata.num_decodes else case.metadata.prefill
     assert view is case.metadata, "a cell has one phase"
     out = case.q.new_empty((*case.q.shape[:2], case.spec.v_head_dim))
@@ -254,7 +254,7 @@ def incorrect(error: float, contender: Contender, when: str = "") -> Measurement
 
 
 _WARM_UPS = 2
-"""Runs of a layer before it is captured."""
+"""Number of warm-up runs of a layer before it is captured."""
 
 
 def captures(backend: AttentionBackend, case: Case) -> bool:
@@ -327,7 +327,7 @@ def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
 
 
 def _loaded(static: AttentionMetadata, step: AttentionMetadata) -> AttentionMetadata:
-    """Copy a step into the static tensors, and return the metadata that an engine passes to `plan_for_replay`: the static tensors
+    """Copy a step into the static tensors. Return the metadata that an engine passes to `plan_for_replay`: the static tensors
     with the step's lengths on the host, and the maximum length of the capture."""
     columns = step.block_table.shape[1]
     static.seq_lens.copy_(step.seq_lens)

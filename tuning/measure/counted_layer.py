@@ -34,17 +34,17 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, Ke
 log = logging.getLogger("headway")
 INTERLEAVED = InterleavedTimer(rounds=2, round_ms=2.0)
 _TOO_SLOW = 3.0
-"""Ratio to the fastest time. A kernel that is slower than this, and gets slower with more rows, is skipped at larger counts."""
+"""Ratio to the fastest time. A kernel with a higher ratio, if it grows with the number of rows, is skipped at larger counts."""
 Times = dict[str, list[float | None]]
-"""Kernel -> microseconds at each measured count. None means not measured."""
+"""Kernel -> microseconds per call, for each measured count. None means not measured."""
 
 
 TRIED = (1, 2, 5, 16, 33, 130)
-"""Numbers of rows or tokens at which a third party's kernel is checked at each start: several tiles, whole and not."""
+"""Numbers of rows or tokens at which a third party's kernel is checked at each start: several complete and incomplete tiles."""
 
 
 def max_error(kernel: Kernel, dtype: torch.dtype, limit: float, third_party: bool) -> float:
-    """Return the largest accepted error relative to the norm of a right answer.
+    """Return the largest accepted error, relative to the norm of the correct answer.
 
     A third party's kernel may be off by four times its tolerance: both are errors of sums, measured in other norms.
     """
@@ -58,7 +58,7 @@ class CountedLayer(TunedLayer):
     on: torch.device
     timer: InterleavedTimer
     registry: Registry | None
-    """The registry of third-party kernels. None means that there are none."""
+    """Registry of third-party kernels. None if there are no third-party kernels."""
 
     @cached_property
     def records(self) -> list[KernelRecord]:
@@ -79,13 +79,13 @@ class CountedLayer(TunedLayer):
 
     @abstractmethod
     def able(self, count: int) -> list[str]:
-        """Return the names of the kernels that support this number of rows or tokens."""
+        """Return the names of the kernels that support `count` rows or tokens."""
 
     @abstractmethod
     def check(self, name: str, count: int) -> None:
         """Compare a kernel's answer with the answer of torch's operations.
 
-        :raises ArithmeticError: if they differ. Other exceptions of the kernel are passed on.
+        :raises ArithmeticError: if the answers differ. Other exceptions of the kernel are not caught.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ class CountedLayer(TunedLayer):
         """Return the number of layers in one call."""
 
     def ready(self, counts: Collection[int]) -> AbstractContextManager[object]:
-        """Return a context manager that compiles kernels and repacks weights for some counts before they are timed."""
+        """Return a context manager that compiles kernels and repacks weights for the counts that are timed within it."""
         return nullcontext()
 
     def time(self, calls: Sequence[Callable[[], object]]) -> list[Timing | Exception]:
@@ -184,5 +184,5 @@ def save_table(table: CrossoverTable) -> None:
 
 
 def _named(record: LayerRecord) -> str:
-    """Return a layer's name for the log, with its kind first."""
+    """Return a layer's name for the log, beginning with its kind."""
     return f"{record.kind} {str(record).removeprefix(f'{record.kind} ')}"

@@ -1,4 +1,4 @@
-"""The device, driver and software versions of a measurement, and two measured rates to compare results with."""
+"""Device, driver and software versions of a measurement, and two measured rates with which results are compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xform
 
 
 _NEGLIGIBLE = 0.25
-"""CPU cores that an idle system uses."""
+"""Number of CPU cores that an idle system uses."""
 
 
 def default_device() -> torch.device:
@@ -33,7 +33,7 @@ def default_device() -> torch.device:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device with a name: auto, cpu, cuda or cuda:N. auto and None mean `default_device`.
+    """Return the device for a name: auto, cpu, cuda or cuda:N. auto and None mean `default_device`.
 
     :raises ConfigError: if no such device exists, or if torch's default device is the meta device, whose tensors hold no data.
     """
@@ -97,7 +97,7 @@ def new_table(
 
 
 def crowding() -> str:
-    """Return how many CPU cores other processes use, in words, or "" if enough cores are free for this process's threads.
+    """Return text on how many CPU cores other processes use, or "" if enough cores are free for this process's threads.
 
     Takes 0.1 s, during which this process must be idle.
     """
@@ -117,7 +117,7 @@ def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> D
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tuple[float, float]:
-    """Return the GB/s of a large copy (read plus written) and the TFLOP/s of a GEMM of square random matrices.
+    """Return the rate of a large copy in GB/s (read plus written), and of a GEMM of square random matrices in TFLOP/s.
 
     The copy has 2 GiB on a GPU (less if little memory is free) and 64 MiB on a CPU; the matrices have 8192 and 512 rows. Both
     exceed the caches by far.

@@ -1,4 +1,4 @@
-"""Measured times of the methods for MoE layers (grouped GEMM, GEMV), by number of tokens."""
+"""Measured times of the methods for MoE layers (grouped GEMM, GEMV), for each number of tokens."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ and 180 us in a step."""
 _FEW = 16
 """Maximum number of tokens in the check of a method before it is timed."""
 _TOLERANCE = 5e-2
-"""Maximum error relative to the answer's norm: several times the rounding error of bfloat16."""
+"""Maximum error, relative to the answer's norm: several times the rounding error of bfloat16."""
 log = logging.getLogger("headway")
 
 
 def choose_experts(
     kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None, registry: Registry | None = None
 ) -> None:
-    """Select methods for each kind of MoE layer by measured times: those stored for this device, or new ones.
+    """Select methods for each kind of MoE layer by measured times: those stored for this device, or new measurements.
 
     Third-party kernels are checked at every start, and excluded with the error if they are wrong.
 
@@ -73,7 +73,7 @@ def choose_experts(
 
 @dataclass(frozen=True)
 class ExpertLayer(CountedLayer):
-    """A kind of MoE layer, measured by number of tokens on the weights of one layer.
+    """A kind of MoE layer, measured at several numbers of tokens on the weights of one layer.
 
     A random router distributes random tokens over all experts.
     """
@@ -113,11 +113,11 @@ class ExpertLayer(CountedLayer):
 
     @cached_property
     def wrong(self) -> dict[str, str]:
-        """Kernel -> description of the error in its answers. Correct kernels are not in it."""
+        """Kernel -> description of the error in its answers, only for kernels that are wrong."""
         return {name: why for name, kernel in self.kind.kernels.items() if (why := self.fault(kernel))}
 
     def obey(self, seconds: float) -> None:
-        """Make the kind choose by measured times, if there are any. seconds: time that may be spent on measuring."""
+        """Select kernels of this kind by measured times, if any. seconds: time that may be spent on measuring."""
         table, kind = find_table(self, seconds), self.kind
         if table is not None:
             for name, why in failures(table).items():
@@ -147,7 +147,7 @@ class ExpertLayer(CountedLayer):
         yield
 
     def run(self, kernel: ExpertsKernel, count: int) -> None:
-        """Run each layer once."""
+        """Run each layer once with a kernel, at a number of tokens."""
         for x in self.tokens(count):
             self.sample.add(kernel, self.sample.routed(x, kernel), x)
 

@@ -1,6 +1,6 @@
-"""The table of a layer at a start: a stored table that fits, else a shipped table after a check, else a measured table.
+"""Choice of a layer's table at a start: a stored table that fits, else a shipped table after a check, else a new measurement.
 
-All kinds of operations share this. A faulty or stale table never ends a start: its faulty line or its difference is logged.
+All kinds of operations use this. A faulty or stale table never ends a start: the faulty line or the difference is logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headway.tuning.table.schema import CRASHED, FAILED, HUNG, CountedRecord, Cr
 
 log = logging.getLogger("headway")
 _NEEDED_LEVEL = {"attention": 1, "state": 0}
-"""Highest level of grid points that are required. A table that lacks one of them is completed at the next start."""
+"""Kind of operation -> highest level of required grid points. A table that lacks one is completed at the next start."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TunedLayer(ABC):
 
     @cached_property
     def stored(self) -> CrossoverTable | None:
-        """The stored table, or None if there is none that can be used here; the log says why."""
+        """The stored table, or None if no stored table can be used here; the log says why."""
         return usable_table(self.record, self.device, self.kernels, self.owners)
 
     @cached_property
@@ -53,7 +53,7 @@ class TunedLayer(ABC):
         """The shipped table (prior) if it can be used here; the log says how the machine that measured it differs. None if there
         is none.
 
-        Along one axis, a few points do not show a kernel that wins between them; such a table must contain all kernels.
+        Along a single axis, a few points do not show a kernel that wins between them; such a table must contain all kernels.
         """
         try:
             prior = find_prior(self.device, self.record, self.owners)
@@ -90,9 +90,9 @@ class TunedLayer(ABC):
 
 
 def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
-    """Return the table of a layer, measured or completed if needed; None if there is none.
+    """Return the table of a layer, measured or completed if needed, or None if there is no table.
 
-    seconds: time that may be spent on measuring; 0 measures nothing.
+    seconds: time that may be spent on measuring; 0 disables measuring.
     """
     table, path = layer.stored, table_path(layer.device, layer.record)
     repaired = layer.repaired(table) if table is not None and seconds > 0 else []
@@ -108,7 +108,7 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
 
 
 def first_points(layer: TunedLayer) -> Sequence[Point]:
-    """Return the points that a start measures first: none if a table is stored, those that check a shipped table, or all."""
+    """Return the points that a start measures first: none if a table is stored, the points that check a shipped table, or all."""
     if layer.stored is not None:
         return ()
     return layer.wanted if layer.prior is None else check_points(layer.prior.table, layer.wanted, layer.kernels)
@@ -138,7 +138,7 @@ def usable_table(
 def misfits(
     table: CrossoverTable, device: DeviceIdentity, record: LayerRecord, owners: Mapping[str, tuple[str, ...]] | None = None
 ) -> list[str]:
-    """Return the reasons why a table's times do not apply to a layer here."""
+    """Return the reasons why a table's times do not apply to a layer on this machine."""
     found = differences(table, device, record, owners)
     reasons = [f"{reason.what}: measured with {reason.need}, here is {reason.got}" for reason in found]
     return reasons if table.level == "kernel" else [*reasons, "level: auto needs a table of level kernel"]
@@ -170,7 +170,7 @@ def log_excluded(layer: TunedLayer, table: CrossoverTable, stored: bool = False)
 
 
 def used_table(layer: TunedLayer, table: CrossoverTable, path: Path) -> CrossoverTable:
-    """Return a table that is used unchanged, after logging remarks about it."""
+    """Log remarks about a table and return it unchanged."""
     log_excluded(layer, table, stored=True)
     for line in remarks(table, layer.device, layer.kernels):
         log.info("crossover table %s: %s", path, line)

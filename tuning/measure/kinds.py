@@ -1,4 +1,4 @@
-"""What attention and state layers do differently in a measurement: building a point's inputs, calling kernels, checking
+"""Parts of a measurement specific to attention and state layers: building a point's inputs, calling kernels, checking
 answers."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from headway.tuning.table.schema import FAILED, LayerRecord, PhaseName, SpecReco
 _LARGE = 2**30
 """Size in bytes above which a cache must be freed before the next one is allocated."""
 _CONTEXT = 1024
-"""Cached tokens of a sequence in decode. The size of a state does not depend on it."""
+"""Number of cached tokens of a sequence in decode. The size of a state does not depend on it."""
 _CHECKED = 16
 """Number of tokens of the first and of the last sequence that are compared with float64 at every point."""
 
@@ -56,16 +56,16 @@ class PointInputs(ABC):
     """The inputs of a point for one layout and block size, with the float64 answer."""
 
     expected: Any
-    """The float64 answer, reused for the same point with other layouts."""
+    """Float64 answer, which is reused for this point with other layouts."""
     large: bool
-    """Whether the memory must be freed before the next inputs are made."""
+    """True if the memory must be freed before the next inputs are made."""
 
     @abstractmethod
     def contender(self, name: str) -> tuple[Contender, bool]:
         """Return a kernel prepared for these inputs, and whether its call replays a CUDA graph."""
 
     guard: GuardedInputs
-    """Detects writes to the inputs."""
+    """Guard that detects writes to the inputs."""
 
     def check(self, with_cache: bool = True) -> None:
         """Check that kernels have not written to the inputs; see `GuardedInputs.check`."""
@@ -82,17 +82,17 @@ class MeasuredKind(ABC):
     seed: int = 0
     kind: ClassVar[OperationKind]
     each_phase: ClassVar[bool]
-    """Whether every run measures at least one point of each phase, however little time is left."""
+    """True if every run measures at least one point of each phase, however little time is left."""
 
     @property
     @abstractmethod
     def record(self) -> LayerRecord:
-        """The layer's identity in a table."""
+        """Record that identifies the layer in a table."""
 
     @property
     @abstractmethod
     def grid(self) -> list[Point]:
-        """The usual points of the layer's device."""
+        """Return the usual points for the layer's device."""
 
     @abstractmethod
     def pairs(self, layouts: Sequence[str] | None, block_sizes: Sequence[int | None]) -> list[Pair]:
@@ -133,12 +133,12 @@ GRAPH_LEN = 32768
 
 
 def measured_kind(registry: Registry, spec: AttentionSpec | StateSpec, graph_len: int = GRAPH_LEN, seed: int = 0) -> MeasuredKind:
-    """Return the layer of a spec in the form that is measured."""
+    """Return the layer with this spec, as an object that can be measured."""
     return (MeasuredAttention if isinstance(spec, AttentionSpec) else MeasuredStates)(registry, spec, graph_len, seed)
 
 
 def kind_of(spec: AttentionSpec | StateSpec) -> OperationKind:
-    """Return the kind of operation of a layer."""
+    """Return the kind of operation of a layer's spec."""
     return ATTENTION if isinstance(spec, AttentionSpec) else STATE
 
 
@@ -199,7 +199,7 @@ class MeasuredAttention(MeasuredKind):
                     return
 
     def _launches_nothing(self, backend: AttentionBackend, point: Point, pair: Pair) -> bool:
-        """Plan and launch a point, and return whether its output is unchanged."""
+        """Plan and launch a point. Return whether the output is unchanged."""
         case = empty_case(point.work(self.spec), pair[0], pair[1], self.seed, shared=True)
         out = case.q.new_full((*case.q.shape[:2], self.spec.v_head_dim), math.nan)
         if captures(backend, case):
@@ -210,7 +210,7 @@ class MeasuredAttention(MeasuredKind):
         return bool(out[:1].isnan().all())
 
     def instance(self, name: str, pair: Pair) -> AttentionBackend:
-        """Return an instance of a backend."""
+        """Return an instance of a backend for a layout and block size."""
         return make_backend(self.registry.backend(name), self.spec, pair[0], pair[1])
 
     def writer(self, point: Point, pair: Pair) -> CacheWriter | None:
@@ -336,7 +336,7 @@ class ExpectedRows(NamedTuple):
 
     @classmethod
     def of(cls, case: StateCase) -> ExpectedRows:
-        """Compute the answers of a case."""
+        """Compute the float64 answers of a case."""
         step, rows, answers = case.metadata.step, [], []
         for sequence in dict.fromkeys((0, step.num_seqs - 1)):
             length, first = step.query_lens[sequence], sum(step.query_lens[:sequence])
@@ -434,7 +434,7 @@ class SelfTestStep:
 
 
 def relaid(case: StateCase, layout: StateLayout) -> StateCase:
-    """Return a case with its own copy of the states in a layout."""
+    """Return a case with a separate copy of the states, stored in a layout."""
     cache = layout.allocate(case.spec, case.cache.num_slots)
     if case.spec.recurrent:
         cache.logical_recurrent.copy_(case.cache.logical_recurrent)

@@ -1,4 +1,4 @@
-"""Measured times of GEMM and GEMV kernels for linear layers with quantized weights, by number of rows."""
+"""Measured times of GEMM and GEMV kernels for linear layers with quantized weights, for each number of rows."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from headway.kernels.linear.linear import Linear
 
 _LAYERS, _FEW_LAYERS = 16, 2
-"""Layers in the timed CUDA graph: for up to `_DECODED` rows, where reading the weights dominates, and for more rows."""
+"""Number of layers in the timed CUDA graph: for up to `_DECODED` rows, where reading weights dominates, and for more rows."""
 _DECODED = 128
 _COMPARED = 64
-"""Number of first and of last rows that are compared."""
+"""Number of rows at the start, and at the end, that are compared."""
 _EXACT, _ROUNDED = 3e-2, 8e-2
-"""Maximum error relative to the answer's norm: with 16-bit inputs, and with FP8 inputs."""
+"""Maximum error relative to the answer's norm, with 16-bit inputs and with FP8 inputs."""
 _SHARE = 0.4
 """Fraction of the free memory that the repacked weights of one kind of layer may use: the KV cache and other kinds need the
 rest."""
@@ -50,7 +50,7 @@ def choose_linear_kernels(
     timer: InterleavedTimer = INTERLEAVED,
     registry: Registry | None = None,
 ) -> None:
-    """Select the GEMM kernels of each kind of linear layer by measured times: those stored for this device, or new ones.
+    """Select the GEMM kernels of each kind of linear layer by measured times: those stored for this device, or new measurements.
 
     budget: seconds that may be spent on measuring, without compiling. If 0, nothing is measured; without a stored table a
     heuristic chooses, and the log says so. ahead: context manager in which kernels are compiled in parallel; None compiles each
@@ -106,17 +106,17 @@ def settle(sample: LinearLayer) -> None:
 
 
 def _is_tried(kind: LinearChoice, name: str) -> bool:
-    """Whether a kernel is tried at each start."""
+    """Return whether a kernel is tried at each start."""
     return kind.is_third_party(name) or getattr(kind.kernels[name], "library", False)
 
 
 def _copies(kind: LinearChoice, name: str) -> bool:
-    """Whether a kernel's arrangement may be as large as the weight."""
+    """Return whether a kernel's repacked copy may be as large as the weight."""
     return kind.is_third_party(name) or getattr(kind.kernels[name], "copies", False)
 
 
 def _unfit(sample: LinearLayer, name: str, rows: int) -> str | None:
-    """Return why a kernel cannot be used, or None after preparing its layers. On failure, the prepared layers are released.
+    """Prepare a kernel's layers. Return why it cannot be used, with the prepared layers released, or None if it can.
 
     :raises BackendError: if the user requested the kernel.
     """
@@ -144,7 +144,7 @@ def _unfit(sample: LinearLayer, name: str, rows: int) -> str | None:
 
 
 def _room(device: torch.device) -> float:
-    """Return the free bytes of a GPU, including memory that torch has reserved but does not use."""
+    """Return a GPU's free memory in bytes, including memory that torch has reserved but does not use."""
     if device.type != "cuda":
         return math.inf
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -153,7 +153,7 @@ def _room(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class LinearLayer(CountedLayer):
-    """A kind of linear layer, measured by number of rows.
+    """A kind of linear layer, measured at several numbers of rows.
 
     Random rows pass through the model's own layers in turn, so that weights are read from memory as in a step.
     """
@@ -164,7 +164,7 @@ class LinearLayer(CountedLayer):
     _answers: dict[int, Tensor] = field(default_factory=dict)
 
     def obey(self, seconds: float) -> None:
-        """Make the kind choose by measured times, if there are any. seconds: time that may be spent on measuring."""
+        """Select kernels of this kind by measured times, if any. seconds: time that may be spent on measuring."""
         table = find_table(self, seconds)
         if table is not None:
             self.kind.use_times(self.times(table, ROWS))
@@ -223,7 +223,7 @@ class LinearLayer(CountedLayer):
         return captured(all_layers).replay if self.on.type == "cuda" else all_layers
 
     def x(self, rows: int) -> Tensor:
-        """Return random rows [rows, in_features]. The rows of the last count are cached."""
+        """Return random rows [rows, in_features]. Only the rows for the last count are cached."""
         if rows not in self._drawn:
             layer = self.kind.layers[0]
             self._drawn.clear()

@@ -1,4 +1,4 @@
-"""Measurement of one point: every kernel on every layout and block size that it supports, first checked, then timed in rounds."""
+"""Measurement of one point: every kernel with every layout and block size that it supports is checked, then timed in rounds."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def failure(point: Point, name: str, pair: Pair | None, error: Exception) -> Cel
 
 
 CLEAR_LOSS = 4.0
-"""Ratio to the fastest time. A kernel that is slower than this in its first runs is not timed further if that would take long."""
+"""Ratio to the fastest time. A kernel above this ratio in its first runs is not timed further if that would take long."""
 _MUCH_SLOWER = 8.0
-"""Ratio to the fastest time. A kernel that is slower than this with one layout, or runs out of memory, is not tried with the
-others at this point."""
+"""Ratio to the fastest time. A kernel above this ratio with one layout, or that runs out of memory, is not tried with the
+other layouts at this point."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Bench:
     measured: MeasuredKind
     timer: InterleavedTimer
     budget: Budget = field(default_factory=Budget)
-    """Budget whose `compiling` counts the time spent on compiling."""
+    """Time budget, whose `compiling` counts the time spent on compiling."""
     report: Callable[[str, str], None] = lambda names, point: None
-    """Called with the names of the kernels that are about to run, and the point."""
+    """Function called with the names of the kernels that are about to run, and the point."""
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +94,7 @@ def measure_point(
 ) -> list[Cell]:
     """Return the cells of a point, with ties marked. Exceptions of kernels become cells.
 
-    dropped: kernels that are not measured in this phase -> reason, for their cells.
+    dropped: kernel that is not measured in this phase -> reason, for the kernel's cell.
     """
     cells = [new_cell(point, name, None, "dropped", reason=dropped[name]) for name in names if name in dropped]
     measured, phase = bench.measured, CORE_PHASE[point.phase]

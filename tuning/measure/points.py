@@ -24,7 +24,7 @@ class Axes:
     query_lens: tuple[int, ...]
     batches: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    """() in prefill, where kv_len equals query_len."""
+    """Values of kv_len. () in prefill, where kv_len equals query_len."""
     max_query_tokens: int
     """Maximum batch * query_len."""
     max_kv_tokens: int
@@ -60,7 +60,7 @@ class Point:
     query_len: int
     kv_len: int
     level: int = 0
-    """0 for a corner of the grid; higher levels are finer."""
+    """Level in the grid: 0 for a corner; higher levels are finer."""
     mixed: str = ""
     """The case text if sequences differ in length; the numbers of this point are then means."""
 
@@ -174,13 +174,13 @@ def _text(length: int) -> str:
 ROUNDS = 2
 """Number of times that an interval is halved in which the fastest backend changes."""
 _NEAREST = 1.5
-"""Neighbours closer than this factor are not refined: interpolation between them is accurate enough."""
+"""Factor between neighbours below which the interval is not refined, since interpolation is accurate enough."""
 _LEAST_LOSS = 0.03
-"""Minimum relative loss of each of the two winners at the other's point. Below it, the two are nearly a tie, not worth a
+"""Minimum relative loss of either winner at the other's point. Below it, the two are nearly tied, which is not worth a
 point."""
 
 _LEVEL = 3
-"""A level after all levels of a grid."""
+"""Level of the added midpoints, which comes after all levels of a grid."""
 
 Coordinates = tuple[int, int, int]
 """(batch, query_len, kv_len)."""
@@ -189,7 +189,7 @@ Times = Mapping[tuple[str | None, int | None], Mapping[str, float]]
 
 
 def midpoints(cells: Sequence[Cell], noise: float) -> list[Point]:
-    """Return the logarithmic midpoint of every two neighbours between which the winner changes, largest loss first.
+    """Return the logarithmic midpoints of all pairs of neighbours between which the winner changes, largest loss first.
 
     Neighbours differ in one of batch, query_len and kv_len, with no measured point between them. noise: noise of the table.
     """
@@ -238,9 +238,9 @@ def _neighbours(places: Sequence[Coordinates], phase: PhaseName) -> Iterator[tup
 
 
 def _loss(low: Times, high: Times) -> float:
-    """Return the smaller of the losses of the two winners at each other's point, relative, the maximum over all layouts.
+    """Return the smaller relative loss of the two winners at each other's point: the maximum over all layouts.
 
-    If one of them loses nothing, the same backend wins at both points, with a tie at one.
+    If one winner loses nothing, the same backend wins at both points, with a tie at one of them.
     """
     worst = 0.0
     for pair in low.keys() & high.keys():
@@ -252,7 +252,7 @@ def _loss(low: Times, high: Times) -> float:
 
 
 def _middle(phase: PhaseName, low: Coordinates, high: Coordinates) -> Point | None:
-    """Return the midpoint, or None if the neighbours are too close or no integer is between them."""
+    """Return the midpoint of two neighbours, or None if they are too close or no integer is between them."""
     batch, query_len, kv_len = (round(math.sqrt(a * b)) for a, b in zip(low, high, strict=True))
     if phase == "prefill":
         kv_len = query_len

@@ -1,7 +1,7 @@
 """Check of a shipped table (prior) at a few points measured here.
 
-Where the points agree, the prior's times are adopted, scaled. Where a backend is somewhat slower or faster than expected, its
-times nearby are corrected by that factor. Where it is far off, the prior is not used nearby.
+Where the points agree, the prior's times are adopted, scaled. If a backend is somewhat slower or faster than expected there, its
+times nearby are corrected by that factor. If it is far off, the prior is not used nearby.
 
 In each phase, the first points are those where a backend wins by most, because a mistake costs most there; then come points far
 from those. Each point of the prior follows the nearest checked point. Only candidates are measured: backends that come near the
@@ -30,7 +30,7 @@ from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, PhaseName
 _MOST_POINTS = 4
 """Maximum number of points to check in each phase."""
 _LARGE = 0.25
-"""Fraction of a phase's largest cache. Larger points take long to measure and show nothing new."""
+"""Maximum cache size of a checked point, as a fraction of the phase's largest. Larger points take long and show nothing new."""
 _LOSS, _DRIFT = 0.05, 0.15
 """Maximum relative loss of the prior's choice at a checked point, and maximum relative error of a backend's time, before a
 correction."""
@@ -38,9 +38,9 @@ _WRONG = 1.5
 """Maximum factor by which a backend's time relative to the prior's choice may be off and still be corrected. Beyond it, the prior
 is wrong."""
 _NOWHERE_NEAR = 1.5
-"""Ratio to the fastest time. A backend that is slower than this at every point of a phase is not measured in a check."""
+"""Ratio to the fastest time. A backend above this ratio at every point of a phase is not measured in a check."""
 _NOISES = 2.0
-"""The tolerance of a check is at least this many times the noise of both tables."""
+"""Minimum tolerance of a check, as a multiple of the noise of both tables."""
 
 
 def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collection[str]) -> list[Point]:
@@ -61,16 +61,16 @@ def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collecti
 
 @dataclass(frozen=True)
 class Extent:
-    """What is measured at the points that check a prior."""
+    """Extent of a check: what is measured at the points that check a prior."""
 
     layouts: Sequence[str]
     block_sizes: Sequence[int | None]
     given_up: Mapping[PhaseName, Mapping[str, str]]
-    """Backends that are not measured, per phase -> reason."""
+    """Phase -> backend that is not measured -> reason."""
 
     @classmethod
     def of(cls, prior: CrossoverTable, pairs: Sequence[Pair], names: Collection[str]) -> Extent:
-        """Return what may win by a prior, plus what the prior does not contain.
+        """Return the candidates that may win according to a prior, plus those that the prior does not contain.
 
         pairs: all layouts and block sizes. names: names of the backends that can run here.
         """
@@ -93,7 +93,7 @@ class Extent:
 
 
 def _choose(times: Mapping[Point, Times]) -> list[Point]:
-    """Return the points of one phase to check: every winner's largest lead first, then the points farthest from those."""
+    """Return the points of one phase to check: first each winner's largest lead, then the points farthest from these."""
     wins: dict[str, tuple[float, Point]] = {}
     for point, places in times.items():
         for rivals in places.values():
@@ -180,12 +180,12 @@ class _Scales:
     """Scale factors of a prior's times: one per phase for device times, one for all host times."""
 
     device: Mapping[PhaseName, float]
-    """Phases without an entry have no times in common."""
+    """Phase -> scale factor of device times. A phase without an entry has no times in common."""
     host: float
 
     @classmethod
     def of(cls, there: Sequence[Cell], here: Sequence[Cell]) -> _Scales:
-        """Return the median ratios over the cells that both have."""
+        """Return the median ratios of times, over the cells that both tables have."""
         before = {cell.key: cell for cell in there}
         pairs = [(before[cell.key], cell) for cell in here if cell.key in before]
         both = [(old, new) for old, new in pairs if old.median_us and new.median_us]
@@ -231,7 +231,7 @@ class _Check:
     there: Mapping[PointKey, Sequence[Cell]]
     here: Mapping[PointKey, Sequence[Cell]]
     shared: Collection[str]
-    """Backends that both tables contain."""
+    """Names of the backends that both tables contain."""
     noise: float
 
     @cached_property
@@ -244,7 +244,7 @@ class _Check:
         return found
 
     def fault(self, point: Point) -> str:
-        """Return why the prior is wrong at a checked point, or "" if it agrees."""
+        """Return why the prior is wrong at a checked point, or "" if the measurement agrees."""
         key = point.key
         if key not in self.here:
             return "not measured: the time did not suffice"
@@ -265,7 +265,7 @@ class _Check:
         return ""
 
     def _fault(self, expected: Mapping[str, float], found: Mapping[str, float], rivals: set[str]) -> str:
-        """Return the same for one layout and block size. rivals: backends whose times matter in this phase."""
+        """Return `fault` for one layout and block size. rivals: backends whose times matter in this phase."""
         first, fastest = min(expected, key=expected.__getitem__), min(found, key=found.__getitem__)
         if first not in found:
             return f"{first} has no time here"
@@ -281,7 +281,7 @@ class _Check:
         return ""
 
     def factors(self, key: PointKey) -> dict[str, float]:
-        """Return measured time / prior's time of backends at a point: of those that are clearly off, or of all if the prior's
+        """Return backend -> measured time / prior's time at a point: for backends that are clearly off, or for all if the prior's
         choice loses."""
         expected, found = rival_times(self.there[key]), rival_times(self.here[key])
         logs: dict[str, list[float]] = {}
@@ -317,7 +317,7 @@ def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[Poin
 
 
 def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
-    """Return the cells measured at a point, plus the prior's cells for what was not tried there."""
+    """Return the cells measured at a point, plus the prior's cells for kernels and layouts that were not tried."""
     tried = [cell for cell in here if not _is_given_up(cell)]
     places = {(cell.kernel, cell.layout, cell.block_size) for cell in tried}
     everywhere = {cell.kernel for cell in tried if cell.layout is None}

@@ -31,9 +31,9 @@ from headway.tuning.table.noise import noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, PhaseName, points
 
 BLOCK_SIZES = (16, 256)
-"""Every built-in backend supports one of these. Sizes between them cost about as much as the larger."""
+"""Default block sizes. Every built-in backend supports one of them. Sizes in between cost about as much as the larger one."""
 _FIRST = 1
-"""Highest grid level whose kernels are compiled ahead if time is limited. Later points compile their kernels when they need
+"""Highest grid level whose kernels are compiled ahead if time is limited. Later points compile kernels when they need
 them."""
 
 
@@ -45,7 +45,7 @@ class CrossoverOptions:
     backends: Sequence[str] | None = None
     """Names of the backends to measure. None means all that are available here."""
     layouts: Sequence[str] | None = None
-    """Names of the layouts to measure. None means all that any of the backends supports."""
+    """Names of the layouts to measure. None means all layouts that any of the backends supports."""
     block_sizes: Sequence[int | None] = BLOCK_SIZES
     grid: Sequence[Point] | None = None
     """Points to measure. None means the usual points of the device."""
@@ -53,19 +53,19 @@ class CrossoverOptions:
     """Rounds of points added after the grid, within the budget, where the fastest backend changes between neighbours."""
     timer: InterleavedTimer = field(default_factory=InterleavedTimer)
     budget: float | None = None
-    """Seconds of measuring; compiling adds at most twice this. None measures everything."""
+    """Seconds for measuring; compiling adds at most twice this. None means no limit."""
     graph_len: int = GRAPH_LEN
     seed: int = 0
     output: Path | None = None
     """File of the table, rewritten after each point: an interrupted run loses nothing."""
     resume: bool = False
-    """Whether to continue the table at `output`."""
+    """True to continue the table at `output`."""
     interruptible: bool = True
-    """Whether Ctrl-C ends the run and returns its results. If false, Ctrl-C ends the program."""
+    """True if Ctrl-C ends the run and returns its results. If False, Ctrl-C ends the program."""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Backends that are not called -> reason. The table lists them as not usable."""
+    """Backend that must not be called -> reason. The table lists these backends as not usable."""
     given_up: Mapping[PhaseName, Mapping[str, str]] = field(default_factory=dict)
-    """Backends that are not measured, per phase -> reason, stored in their cells."""
+    """Phase -> backend that is not measured -> reason, which is stored in the backend's cells."""
     command: str = ""
     compile_ahead: CompileAhead | None = None
     """Context manager in which the device's kernels are compiled before the first point. None compiles each when it is needed."""
@@ -219,7 +219,7 @@ def _old_table(options: CrossoverOptions, measured: MeasuredKind) -> CrossoverTa
 def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptions) -> CrossoverTable:
     """Return the new table with the cells of the old one.
 
-    :raises UnsupportedError: if the old table is for another machine, layer or set of backends.
+    :raises UnsupportedError: if the old table is for a different machine, layer or set of backends.
     """
     excluded = options.excluded
     reasons = differences(
@@ -247,7 +247,7 @@ _UNDECIDED = 1.15
 """Ratio of mean times to the fastest, below which the corners of a grid do not decide between layouts and block sizes. All of
 these stay: noise in these few points must not decide what `auto` chooses."""
 NEAR = 1.15
-"""Ratio to the fastest time. A backend that was this near somewhere may win elsewhere."""
+"""Ratio to the fastest time. A backend that is within this ratio at one point may win at another."""
 
 
 def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
@@ -271,7 +271,7 @@ def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def slower_candidates(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:
-    """Return backends to drop in a phase -> reason; never all of them."""
+    """Return backend to drop in a phase -> reason. At least one backend always stays."""
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for (found, _), rivals in points(cells).items():
         timed = [(cell.kernel, cell.layer_us) for cell in rivals if cell.layer_us is not None]

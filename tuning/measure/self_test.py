@@ -39,7 +39,7 @@ class SelfTestSteps(NamedTuple):
     scores: tuple[str, ...]
     """Distribution of each step's scores, one of `cells.SCORES`."""
     decode_query_len: int = 1
-    """Maximum number of query tokens of a decode."""
+    """Maximum number of query tokens per sequence in decode."""
 
 
 CASES = {
@@ -69,13 +69,13 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
 
 
 def record_of(registry: Registry, name: str, available: bool, reason: str, kind: OperationKind = ATTENTION) -> KernelRecord:
-    """Return a backend's record for a table: its owner, the version of its code, and the reason to exclude it, if any."""
+    """Return a backend's record for a table: owner, version of the code, and the reason for its exclusion, if any."""
     owner, digest = registry.of(kind).entries[name].owner, plugin_digest(registry, name, kind)
     return KernelRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
 
 
 def plugin_digest(registry: Registry, name: str, kind: OperationKind = ATTENTION) -> str:
-    """Return the hash of a backend's plugin files in the form stored in tables; "" for built-ins and plugin objects."""
+    """Return the hash of a backend's plugin files, as stored in tables; "" for built-ins and plugin objects."""
     return registry.digest_of(name, kind)[:_DIGEST_LENGTH]
 
 
@@ -84,7 +84,7 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
 
     $HEADWAY_SKIP_SELF_TEST=1 skips it.
 
-    :raises ConfigError: if an answer is wrong, with the step, the numbers and what to do.
+    :raises ConfigError: if an answer is wrong; the error has the step, the numbers and advice.
     """
     if os.environ.get(SKIP) == "1":
         return
@@ -203,7 +203,7 @@ def describe_error(raised: BaseException) -> str:
 
 
 def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, ...]]:
-    """Return each backend's owner and the installed version of that distribution, "" if it has none."""
+    """Return backend -> its owner and the installed version of that distribution, "" if it has no version."""
     return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.of(kind).entries.items()}
 
 

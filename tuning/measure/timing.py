@@ -42,12 +42,12 @@ class Timing:
     p20_us: float
     p80_us: float
     drift: float | None = None
-    """Relative difference between the medians of the slowest and the fastest counted round. None if there was one round."""
+    """Relative difference between the medians of the slowest and fastest counted rounds. None if there was only one round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """Durations of warm-up and repetition. The documentation's results were measured with the defaults."""
+    """Timer with a warm-up and a repetition time. The documentation's results were measured with the defaults."""
 
     warmup_ms: float = 15.0
     rep_ms: float = 60.0
@@ -70,7 +70,7 @@ class Timer:
 def host_us(
     call: Callable[[], object], device: torch.device, seconds: float = _HOST_SECONDS, clock: Clock = time.perf_counter
 ) -> float:
-    """Return the median microseconds until `call` returns to the host, with an idle device before each run.
+    """Return the median time until `call` returns to the host, in microseconds, with the device idle before each run.
 
     There are twenty runs after a warm-up, fewer (at least three) for a long call. A call longer than `seconds` is timed once. On
     a CPU the time includes the work itself, because calls are synchronous.
@@ -94,7 +94,7 @@ def host_us(
 class InterleavedTimer:
     """Timer for several calls in alternating rounds, so that a change on the machine affects all of them equally.
 
-    If the rounds of a call disagree, other work on the machine fell into one of them. Such work only adds time. All calls then
+    If the rounds of a call disagree, other work on the machine disturbed one of them. Such work only adds time. All calls then
     run more rounds, at most twice as many, and the fastest rounds of each call count.
     """
 
@@ -124,7 +124,7 @@ class InterleavedTimer:
 
         After an exception a call is not run again, and the exception is its result; the other calls continue.
 
-        check: called after each round of a call; an exception in it counts as that call's.
+        check: called after each round of a call; an exception in it counts as an exception of the call.
         """
         run = self._run_times(device)
         rounds: list[list[list[float]]] = [[] for _ in calls]
@@ -146,7 +146,7 @@ class InterleavedTimer:
         return [failed.get(number) or _summary(counting[number]) for number in range(len(calls))]
 
     def _counting(self, rounds: Sequence[list[list[float]]], failed: Collection[int]) -> dict[int, list[list[float]]]:
-        """Return the index of each call that has not failed -> the rounds that count."""
+        """Return index of a call that has not failed -> the rounds that count."""
         return {number: sorted(found, key=median)[: self.rounds] for number, found in enumerate(rounds) if number not in failed}
 
     def _runs(self, us: float) -> int:
@@ -154,7 +154,7 @@ class InterleavedTimer:
         return min(max(int(1e3 * self.round_ms / max(us, 1e-3)), self.min_runs), self.max_runs)
 
     def needed_ms(self, us: float) -> float:
-        """Return the milliseconds for timing a call of `us` microseconds, without the flushes, which every call needs."""
+        """Return the milliseconds needed to time a call of `us` microseconds, without the flushes that every call needs."""
         return 1e-3 * self.rounds * (1 + self._runs(us)) * us
 
     def estimate(self, call: Callable[[], object], device: torch.device) -> float:
@@ -238,17 +238,17 @@ MOST_COMPILING = 2.0
 
 
 class Budget:
-    """Seconds for measuring. Compile time is not counted: otherwise the first start would leave points to the second."""
+    """Time budget for measuring. Compile time does not count; otherwise the first start would leave points to the second."""
 
     def __init__(self, seconds: float | None = None) -> None:
         """seconds: the limit; None means no limit."""
         self._seconds = seconds
         self._started = time.perf_counter()
         self.compiling = 0.0
-        """Seconds that first calls took longer than later ones. The code that makes such a call adds to it."""
+        """Extra seconds that first calls took, compared with later calls. The code that makes such a call adds to it."""
 
     def begin(self) -> None:
-        """Start counting. The time until now is counted as compiling, with its limit of `MOST_COMPILING` times the budget."""
+        """Start counting. The time so far counts as compiling, with its limit of `MOST_COMPILING` times the budget."""
         self.compiling += time.perf_counter() - self._started
 
     @property
@@ -264,7 +264,7 @@ class Budget:
 
 
 class SharedBudget:
-    """Measuring time of a start, shared by everything that it measures."""
+    """Measuring time of a start, shared by all measurements of the start."""
 
     def __init__(self, seconds: float, parts: int = 0, clock: Clock = time.perf_counter) -> None:
         """parts: number of parts that may still take a share."""

@@ -26,7 +26,7 @@ VERIFY_QUERY_LEN = 8
 """Maximum number of query tokens of a sequence in decode (speculative verification)."""
 
 PhaseName = Literal["decode", "prefill", "write"]
-"""Subject of a measurement: decode (including verification), prompts with or without a context, or only the cache writer."""
+"""What is measured: decode (including verification), prefill with or without a context, or only the cache writer."""
 
 DEFAULT_CASES: dict[str, dict[PhaseName, tuple[str, ...]]] = {
     "cuda": {
@@ -45,7 +45,7 @@ DEFAULT_CASES: dict[str, dict[PhaseName, tuple[str, ...]]] = {
         "write": ("8q1s64", "1q64"),
     },
 }
-"""Device type -> what is measured -> cases."""
+"""Device type -> name of the measured phase -> default cases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     v_head_dim: int = 0
-    """Dimension of a value head if it is not head_dim, else 0. With a single kv head, a smaller value is a part of the key, as in
+    """Dimension of a value head if it is not head_dim, else 0. With a single KV head, a smaller value is a part of the key, as in
     absorbed latent attention (MLA)."""
     dense: bool = False
     """True without a cache, as in non-absorbed latent attention (MLA prefill)."""
     causal: bool = True
-    """True if queries see no later keys. False, as in encoders, means without a cache."""
+    """True if queries see no later keys. False, as in encoders, implies that there is no cache."""
 
     @classmethod
     def parse(cls, text: str) -> Geometry:
         """Parse num_heads/num_kv_heads/head_dim with optional /v_head_dim and optional /dense or /bidirectional.
 
-        :raises ConfigError: if the numbers are not three or four positive ones, or num_heads is not a multiple of num_kv_heads.
+        :raises ConfigError: if there are not three or four positive numbers, or num_heads is not a multiple of num_kv_heads.
         """
         form = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense or /bidirectional]"
         need = f"{form}, such as 32/8/128, num_heads a multiple of num_kv_heads"
@@ -111,7 +111,7 @@ class AttentionWork:
 
     @property
     def num_tokens(self) -> int:
-        """Number of new tokens of the step."""
+        """Number of new tokens in the step."""
         return sum(query_len for query_len, _ in self.lens)
 
     @property
@@ -121,7 +121,7 @@ class AttentionWork:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of q.k and weights.v, over the keys that each query sees."""
+        """Number of multiplications and additions in q.k and weights.v, over the keys that each query sees."""
         seen = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in self.lens)
         if not self.spec.causal:
             seen = sum(n * kv_len for n, kv_len in self.lens)

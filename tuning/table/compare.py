@@ -20,7 +20,7 @@ from headway.tuning.table.schema import (
 
 _AGAIN = "headway bench crossover measures again"
 _UNUSED = ("flashinfer-python",)
-"""Installed libraries that no built-in backend calls."""
+"""Installed libraries whose versions do not matter, since no built-in backend calls them."""
 
 
 def differences(
@@ -29,10 +29,10 @@ def differences(
     spec: LayerRecord | None = None,
     owners: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Reason]:
-    """Return every difference that makes a table's times invalid: another machine, other software or another layer.
+    """Return every difference that makes a table's times invalid: a different machine, software or layer.
 
     owners: (distribution, version) of each kernel registered here, from `self_test.owners`. An optional third item is the digest
-    of the plugin's files; with it, a plugin whose files differ is a difference.
+    of the plugin's files; with it, a change of the plugin's files is a difference.
     """
     was = table.device
     rows: list[tuple[str, object, object]] = [
@@ -82,13 +82,13 @@ class Change:
     """A cell that differs between two tables."""
 
     cell: Cell
-    """The cell of the first table, or of the second if only that has it."""
+    """The cell in the first table, or in the second if only the second has it."""
     before_us: float | None
     after_us: float | None
     status: str
     """Kind of change: "ok -> incorrect", "only in the first", "faster", "slower"."""
     factor: float | None
-    """after_us / before_us."""
+    """Ratio of the times: after_us / before_us."""
 
 
 def diff(first: CrossoverTable, second: CrossoverTable, at_least: float) -> list[Change]:
@@ -163,7 +163,7 @@ def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> Cro
 
 
 def _better(before: Cell, after: Cell) -> Cell:
-    """Return the cell with a time, else the fully timed one, else the faster."""
+    """Return the cell that has a time; if both do, the fully timed cell, else the faster one."""
     timed = [cell for cell in (after, before) if cell.layer_us is not None]
     return min(timed, key=lambda cell: (cell.status == "dropped", cell.layer_us), default=after)
 

@@ -60,7 +60,7 @@ _SOURCES = {"attention": "crossover table of", "state": "state table of"}
 
 
 def source_of(table: CrossoverTable) -> str:
-    """Return the source of a table's times, in words."""
+    """Return text that describes the source of a table's times."""
     if table.prior is None:
         return f"{_SOURCES.get(table.kind, 'measured')} {table.date[:10]}"
     checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
@@ -68,13 +68,13 @@ def source_of(table: CrossoverTable) -> str:
 
 
 def to_times(table: CrossoverTable, counts: Sequence[int]) -> dict[str, list[float | None]]:
-    """Return kernel -> microseconds at each number of rows, tokens or bytes. None means not measured."""
+    """Return kernel -> microseconds per call, for each number of rows, tokens or bytes. None means not measured."""
     us = {(cell.kernel, cell.batch): cell.median_us for cell in table.cells}
     return {record.name: [us.get((record.name, count)) for count in counts] for record in table.kernels}
 
 
 def failures(table: CrossoverTable) -> dict[str, str]:
-    """Return the kernels without any time that were wrong or raised an error -> the reason."""
+    """Return kernel -> reason, for kernels without any time because they were wrong or raised an error."""
     timed = {cell.kernel for cell in table.cells if cell.median_us is not None}
     failed = {cell.kernel: cell.reason for cell in table.cells if cell.status in ("incorrect", "error")}
     return {name: reason for name, reason in failed.items() if name not in timed}

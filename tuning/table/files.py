@@ -1,4 +1,4 @@
-"""Table files: their paths, how they are read, and the priors shipped with Headway.
+"""Table files: paths, reading and validation, and the priors shipped with Headway.
 
 A prior is a table measured on another machine of the same kind. It is used before anything is measured here.
 """
@@ -29,13 +29,13 @@ log = logging.getLogger("headway")
 
 
 class TableError(ConfigError):
-    """A table file that cannot be used. The message names the line."""
+    """Error for a table file that cannot be used. The message names the line."""
 
 
 def read_table(path: Path, kind: str | None = "attention") -> CrossoverTable:
     """Read a table; older formats are converted. kind: required kind of operation; None means any.
 
-    :raises TableError: if the file is missing, is not JSON, has another schema or kind, or has an invalid value.
+    :raises TableError: if the file is missing or not JSON, has the wrong schema or kind, or has an invalid value.
     """
     return _read(path, kind)[0]
 
@@ -70,7 +70,7 @@ def _read(path: Path, kind: str | None) -> tuple[CrossoverTable, str]:
 def _validated(
     kind: type[Model], data: object, at: list[str], text: str, what: str, names: Mapping[str, str] | None = None
 ) -> Model:
-    """Return data validated as a model. at: path of `data` in the text. names: field -> its name in the text, if it differs.
+    """Return data validated as a model. at: path of `data` in the text. names: field -> its name in the text, if that differs.
 
     :raises TableError: if the data is not valid, with the line of the first fault.
     """
@@ -160,17 +160,17 @@ def stored_tables(kind: str = "attention") -> list[Path]:
 FOLDER_VARIABLE = "HEADWAY_PRIORS"
 """Environment variable: a folder of priors to use instead of the package's, such as one shared by many machines."""
 _DECIDING = ("device", "compute capability", "level", *(record.named for record in RECORDS.values()))
-"""Differences that make a prior unusable: another kind of GPU or another layer."""
+"""Differences that make a prior unusable: a different kind of GPU or a different layer."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A shipped table for this kind of device and layer."""
+    """A table shipped with Headway for this kind of device and layer."""
 
     path: Path
     table: CrossoverTable
     differs: tuple[str, ...]
-    """Differences of the machine that measured the prior: driver, torch, libraries, Headway's commit."""
+    """Differences between the machine that measured the prior and this one: driver, torch, libraries, Headway's commit."""
 
     def unknown(self, available: Collection[str]) -> list[str]:
         """Return the kernels that can run here and that were missing or failed when the prior was measured."""
@@ -202,7 +202,7 @@ def prior_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
 def find_prior(device: DeviceIdentity, spec: LayerRecord, owners: Mapping[str, tuple[str, ...]]) -> Prior | None:
     """Return the shipped table for a kind of device and a layer, or None if there is none. owners: as in `differences`.
 
-    :raises TableError: if the file is faulty, or is for another device or layer than its name says.
+    :raises TableError: if the file is faulty, or is for a device or layer other than its name says.
     """
     old = old_path(device, spec)
     paths = (prior_path(device, spec), prior_folder() / old.name, prior_folder() / old.parent.name / old.name)

@@ -21,7 +21,7 @@ TIE_RULE = (
 
 
 def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of one point, with cells that are equal to the fastest within noise marked as ties.
+    """Return the cells of one point. Cells equal to the fastest within noise are marked as ties.
 
     A cell competes with cells with the same layout and block size; see TIE_RULE.
     """

@@ -16,7 +16,7 @@ _COUNTED = {
 }
 """Schema -> kind of operation, phase, and the names of the fields for the layer and the counts."""
 OLD_NAMES = {"kernels": "backends", "kernel": "backend", "variant": "kernel", "schema": "file_schema"}
-"""Field -> its name in an old file."""
+"""Field -> the field's name in an old file."""
 _FOLDERS = {"attention": "crossover", "state": "crossover/states", "linear": "products"}
 _UNPLACED = "unknown path"
 HIDDEN = ", hidden size "
@@ -24,7 +24,7 @@ HIDDEN = ", hidden size "
 
 
 def schema_of(data: Any) -> object:
-    """Return the schema that a file names, or None if it names none."""
+    """Return the schema that a file names, or None if it does not name one."""
     return data.get("schema", data.get("file_schema")) if isinstance(data, dict) else None
 
 

@@ -1,6 +1,6 @@
 """Schema of table files for all kinds of operations, `headway.table/1` (docs/crossover.md), and of the machine's identity.
 
-It is checked whenever a file is read. This module does not import torch.
+The schema is checked whenever a file is read. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class DeviceIdentity(BaseModel):
     cuda: str | None = None
     """CUDA version that torch was built for."""
     libraries: dict[str, str]
-    """Distribution -> version, for those of LIBRARIES that are installed."""
+    """Distribution -> version, for the distributions in LIBRARIES that are installed."""
     compilers: dict[str, str] | None = None
     """ptxas, nvrtc and cublas -> version, for ptxas with its path; empty on a CPU. None means unknown, in files older than this
     field."""
     date: str
-    """UTC, ISO 8601."""
+    """Date and time of the measurement: UTC, ISO 8601."""
 
     def compiler_pairs(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
         """Return (compiler, version here, version in `other`) for each compiler that either has; "unknown" for files without the
@@ -123,7 +123,7 @@ class LayerRecord(BaseModel, ABC):
 
     @property
     def key(self) -> object:
-        """Everything that times depend on."""
+        """All values on which the layer's times depend."""
         return tuple(self.model_dump().values())
 
     @property
@@ -146,7 +146,7 @@ class SpecRecord(LayerRecord):
     scale: FiniteFloat
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8_per_token_head"]
-    """Dtype of the cache."""
+    """Element type of the cache."""
     k_scale: FiniteFloat = 1.0
     v_scale: FiniteFloat = 1.0
     sliding_window: Count | None = None
@@ -154,11 +154,11 @@ class SpecRecord(LayerRecord):
     alibi_slopes: list[FiniteFloat] | None = None
     sinks: list[FiniteFloat] | None = None
     v_head_dim: int = Field(default=0, ge=0)
-    """0 means head_dim, also in files before 2026-11-22."""
+    """Dimension of a value head. 0 means head_dim, also in files before 2026-11-22."""
     value_in_key: bool = False
     dense: bool = False
     causal: bool = True
-    """True also in files before 2026-11-25."""
+    """True for causal attention, also in files before 2026-11-25."""
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
@@ -188,7 +188,7 @@ class SpecRecord(LayerRecord):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Everything that times depend on. For scale, soft-cap, slopes and sinks, only whether they are used."""
+        """All values on which times depend. For scale, soft-cap, slopes and sinks, only whether they are used."""
         features = (self.softcap is not None, self.alibi_slopes is not None, self.sinks is not None)
         heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
         if self.v_head_dim or self.value_in_key:
@@ -211,7 +211,7 @@ _Size = Annotated[int, Field(ge=0)]
 
 
 class StateSpecRecord(LayerRecord):
-    """The fields of a StateSpec that times depend on. Factors such as its scale are omitted."""
+    """Fields of a StateSpec on which times depend. Factors such as the scale are omitted."""
 
     kind: ClassVar[str] = "state"
     named: ClassVar[str] = "layer with a state"
@@ -219,7 +219,7 @@ class StateSpecRecord(LayerRecord):
     phases: ClassVar[tuple[PhaseName, ...]] = ("scan", "step")
 
     recurrence: str
-    """`StateSpec.kind`."""
+    """Kind of recurrence: `StateSpec.kind`."""
     num_heads: _Size
     num_key_heads: _Size
     key_dim: _Size
@@ -298,7 +298,7 @@ class ExpertsRecord(CountedRecord):
 
 
 class RanksRecord(CountedRecord):
-    """An all-reduce: its number of ranks."""
+    """An all-reduce, identified by its number of ranks."""
 
     kind: ClassVar[str] = "all_reduce"
     named: ClassVar[str] = "sum over ranks"
@@ -327,19 +327,19 @@ class KernelRecord(BaseModel):
 
     name: str
     owner: str
-    """"built-in", or the distribution that provides it."""
+    """"built-in", or the distribution that provides the kernel."""
     version: str = ""
     """Version of that distribution."""
     available: bool
     reason: str = ""
-    """Reason why it was not measured, or failed its self-test. "" if it was measured."""
+    """Reason why the kernel was not measured or failed its self-test. "" if it was measured."""
     digest: str = ""
     """Hash of the plugin's files, which shows a fixed plugin. "" for built-ins and plugin objects, and in files before
     2026-11-24."""
 
     @property
     def usable(self) -> bool:
-        """Whether `auto` may choose the kernel."""
+        """True if `auto` may choose the kernel."""
         return self.available and not self.reason
 
 
@@ -355,14 +355,14 @@ class Cell(BaseModel):
     batch: Count
     """Number of sequences, or of rows, tokens or bytes."""
     query_len: Count = 1
-    """Mean over the sequences; for a generation, that of the input."""
+    """Mean query length of the sequences; for a generation, mean input length."""
     kv_len: Count = 1
-    """Mean over the sequences; for a generation, input plus output; for a state layer, the same as query_len."""
+    """Mean KV length of the sequences; for a generation, of input plus output; for a state layer, equal to query_len."""
     kernel: str
     layout: str | None = None
-    """None, like block_size, if no cache is read and the time applies to all layouts (dense prefill)."""
+    """Cache layout. None, like block_size, if no cache is read and the time applies to all layouts (dense prefill)."""
     block_size: Count | None = None
-    """None with a layout means states, which are stored in slots."""
+    """Tokens per cache block. None with a layout means states, which are stored in slots."""
     status: Status
     """tie: equal to the fastest within noise; the fastest is then a tie as well. dropped: clearly slower, roughly timed or
     skipped."""
@@ -370,9 +370,9 @@ class Cell(BaseModel):
     variant: str = ""
     """The kernel's own name for the variant that ran."""
     graph: bool = False
-    """Whether it was timed by replaying a CUDA graph captured at the table's graph_len."""
+    """True if the kernel was timed by replaying a CUDA graph captured at the table's graph_len."""
     median_us: Microseconds | None = None
-    """Time of one layer's call; for a generation, of the whole generation."""
+    """Time of one layer's call, or of a whole generation."""
     p20_us: Microseconds | None = None
     p80_us: Microseconds | None = None
     drift: Annotated[FiniteFloat, Field(ge=0)] | None = None
@@ -383,9 +383,9 @@ class Cell(BaseModel):
     host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Host time of one layer's call. None on a CPU and in a graph."""
     between: bool = False
-    """Whether the point was added between grid neighbours whose fastest kernels differ."""
+    """True if the point was added between grid neighbours whose fastest kernels differ."""
     prior: bool = False
-    """Whether the time comes from a shipped table, scaled by points measured here. False in files before 2026-11-26."""
+    """True if the time comes from a shipped table, scaled by points measured here. False in files before 2026-11-26."""
     relative_error: Annotated[FiniteFloat, Field(ge=0)] | None = None
     tolerance: Annotated[FiniteFloat, Field(ge=0)] | None = None
 
@@ -420,7 +420,7 @@ class Cell(BaseModel):
 
     @property
     def layer_us(self) -> float | None:
-        """Cost of a layer in a step: the device time, or the host time of launching if that is longer."""
+        """Cost of a layer in a step, in microseconds: device time, or host time of launching if that is longer."""
         return None if self.median_us is None else max(self.median_us, self.host_us or 0.0)
 
     @property
@@ -437,22 +437,22 @@ class PriorRecord(BaseModel):
     model_config = _STRICT
 
     device: DeviceIdentity
-    """The device on which it was measured."""
+    """Device on which the shipped table was measured."""
     origin: Origin | None
     date: str
     differs: list[str] = []
     """Differences of that machine from this one, in words."""
     checked: list[str] = []
-    """Points measured here to check it, such as "decode 1q1s256". Empty if it was not checked."""
+    """Points measured here to check the shipped table, such as "decode 1q1s256". Empty if it was not checked."""
     disagreed: list[str] = []
-    """Checked points at which it was wrong, with the reason. Its times near them are not used."""
+    """Checked points at which the shipped table was wrong, with the reason. Its times near these points are not used."""
     corrected: list[str] = []
     """Checked points where some kernels took longer or shorter than in it, with the factors. Its times of these kernels near the
     points are multiplied by them."""
     device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
-    """Phase -> scale factor of its device times."""
+    """Phase -> scale factor of the shipped table's device times."""
     host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
-    """Scale factor of its host times."""
+    """Scale factor of the shipped table's host times."""
 
     @property
     def made(self) -> str:
@@ -470,7 +470,7 @@ class PriorRecord(BaseModel):
 
 
 class CrossoverTable(BaseModel):
-    """One run, or several merged runs: one device and one kind of layer (at level engine, one model)."""
+    """Table of one or several merged runs, for one device and one kind of layer (at level engine, one model)."""
 
     model_config = _STRICT
 
@@ -488,7 +488,7 @@ class CrossoverTable(BaseModel):
     complete: bool
     """False if the run was interrupted or its budget ended. `--resume` continues it."""
     cut_short: bool = False
-    """Whether the run did not reach its end: it was interrupted or killed, or the disk was full."""
+    """True if the run did not reach its end: it was interrupted or killed, or the disk was full."""
     model: str = ""
     """Name of the model, at level engine."""
     device: DeviceIdentity

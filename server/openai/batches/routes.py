@@ -37,7 +37,7 @@ class BatchRequest(Fields):
 
 
 class BatchRoutes(RouteGroup):
-    """Files and batches of one server. Returns 404 without a folder for them."""
+    """Files and batches of one server. Routes return 404 if no folder is configured."""
 
     def __init__(self, options: ServerOptions, answers: LineAnswers, concurrency: int) -> None:
         """concurrency: number of concurrent lines of a batch. :raises ConfigError: if the folder cannot be used."""
@@ -49,7 +49,7 @@ class BatchRoutes(RouteGroup):
             self._worker = BatchWorker(files, batches, answers, options.max_body_bytes, concurrency)
 
     def start(self) -> None:
-        """Resume the batches of an earlier server."""
+        """Resume the batches that an earlier server did not finish."""
         if self._worker is not None:
             self._worker.resume()
 

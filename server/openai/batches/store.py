@@ -28,7 +28,7 @@ log = logging.getLogger("headway")
 
 
 class Place(NamedTuple):
-    """Position of an answer in the file."""
+    """Position of an answer in the journal's file."""
 
     start: int
     end: int
@@ -42,7 +42,7 @@ class BatchResponse(BaseModel):
 
 
 class BatchAnswer(BaseModel):
-    """A line of a journal and of a batch's output, with the fields that a journal reads."""
+    """A line of a journal and of a batch's output, reduced to the fields that a journal reads."""
 
     id: Annotated[str, Field(pattern=r"^batch_req_.*_\d{1,18}$")]
     response: BatchResponse | None
@@ -62,7 +62,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open or create the file. name: the batch's, alphanumeric. :raises ConfigError: if it is another batch's, or OSError."""
+        """Open or create the file. name: the batch's name. :raises ConfigError: if it is another batch's, or OSError."""
         self.path = path
         self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
@@ -140,7 +140,7 @@ class Journal:
         self._end += len(line)
 
     def write(self, path: Path, failed: bool | None = None) -> int:
-        """Write answers to a file, in line order. failed: only failed or only successful ones. Return their number; 0 writes
+        """Write answers to a file, in line order. failed: only failed (or only successful) ones. Return their number; 0 writes
         no file.
         :raises OSError: if the file cannot be written."""
         wanted = [place for _, place in sorted(self._places.items()) if failed is None or place.failed == failed]
@@ -168,7 +168,7 @@ class Journal:
 
 FileId = Annotated[str, Field(pattern=r"^file-[0-9a-f]{32}$")]
 Time = Annotated[int, Field(ge=0)]
-"""Seconds since 1970."""
+"""Time in seconds since 1970."""
 _ID: Final = re.compile(r"(file|batch)-[0-9a-f]{32}")
 _UNFINISHED: Final = ".incomplete"
 OPEN: Final = frozenset(("validating", "in_progress", "finalizing", "cancelling"))
@@ -176,7 +176,7 @@ OPEN: Final = frozenset(("validating", "in_progress", "finalizing", "cancelling"
 
 
 class StoredFile(BaseModel):
-    """The object of a file."""
+    """OpenAI's object for a file."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -198,7 +198,7 @@ class RequestCounts(BaseModel):
 
 
 class StoredBatch(BaseModel):
-    """The object of a batch."""
+    """OpenAI's object for a batch."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -239,7 +239,7 @@ class Records:
         write_whole(self.folder / f"{record['id']}.json", orjson.dumps(record), durable=True, private=True)
 
     def get(self, record_id: str, param: str | None = None) -> dict[str, Any]:
-        """Return the object with an id. param: the request's field with the id. :raises ApiError: if it does not exist."""
+        """Return the object with this id. param: the request's field that has the id. :raises ApiError: if it does not exist."""
         found = self._read(self.folder / f"{record_id}.json") if _ID.fullmatch(record_id) else None
         if found is not None:
             return found
@@ -247,7 +247,7 @@ class Records:
         raise ApiError(400 if param else 404, f"{place}there is no {self._kind} {record_id[:80]!r} (any more)", param)
 
     def has(self, record_id: str) -> bool:
-        """Return whether there is an object of an id."""
+        """Return whether there is an object with this id."""
         return (self.folder / f"{record_id}.json").is_file()
 
     def all(self) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ class FileStore(Records):
         return self.folder / f"{file_id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str) -> dict[str, Any]:
-        """Store a file durably and return its object. :raises OSError: if it cannot be written; nothing remains of it."""
+        """Store a file durably and return its object. :raises OSError: if it cannot be written; no part of it remains."""
         file_id = self.new_id()
         part = self.folder / f"{file_id}{_UNFINISHED}"
         try:
@@ -349,7 +349,7 @@ class BatchStore(Records):
 
 
 def page_of(records: Sequence[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """Return a page of a list in OpenAI's form. after: id of the previous page's last item."""
+    """Return a page of a list in OpenAI's format. after: id of the previous page's last item."""
     first = next((number + 1 for number, each in enumerate(records) if each["id"] == after), 0)
     data = records[first : first + limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}

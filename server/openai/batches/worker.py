@@ -1,4 +1,4 @@
-"""Lines of a batch, a run over them, and the worker that runs a server's batches one after the other."""
+"""Lines of a batch, a run over these lines, and the worker that runs a server's batches one after the other."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RawLine(NamedTuple):
     number: int
     """Number of the line, starting at 1."""
     text: bytes | None
-    """None if the line is longer than a request may be."""
+    """Text of the line. None if it is longer than a request may be."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LineError(Exception):
 
 
 def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
-    """Yield the non-empty lines; ones longer than most_bytes without text. :raises OSError: if the file cannot be read."""
+    """Yield the non-empty lines; lines longer than most_bytes have no text. :raises OSError: if the file cannot be read."""
     with path.open("rb") as file:
         number = 0
         while text := file.readline(most_bytes + 1):
@@ -179,7 +179,7 @@ def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
 
 
 class LineAnswers:
-    """Answers requests of lines with a server's endpoints."""
+    """Caller of a server's endpoints for the requests in a batch's lines."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class LineAnswers:
         refuse: Callable[[Request, Exception], Awaitable[Response]],
         is_lost: Callable[[], bool],
     ) -> None:
-        """endpoints: path -> endpoint. refuse: response if one raises. is_lost: whether the engine ended permanently."""
+        """endpoints: path -> endpoint. refuse: makes the response if one raises. is_lost: returns whether the engine is dead."""
         self.urls = endpoints
         self.is_lost = is_lost
         self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
@@ -287,7 +287,7 @@ class BatchWorker:
         return self.now(record["id"]) if is_running else record
 
     def uses(self, file_id: str) -> str | None:
-        """Return the batch that reads a file, or None."""
+        """Return the id of the batch that reads a file, or None if no batch does."""
         return next((own for own, (record, _) in self._running.items() if record["input_file_id"] == file_id), None)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
