@@ -60,7 +60,7 @@ class Origin(BaseModel):
         return cls(version=version, commit=os.environ.get(COMMIT_VARIABLE, "").strip()[:_SHORT] or None)
 
     def __str__(self) -> str:
-        commit = f", commit {self.commit}{' with changes' if self.modified else ''}" if self.commit else ""
+        commit = f", commit {self.commit}{' plus uncommitted changes' if self.modified else ''}" if self.commit else ""
         return f"headway{'' if self.version == _UNKNOWN else f' {self.version}'}{commit}"
 
 

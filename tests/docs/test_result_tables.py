@@ -48,8 +48,8 @@ def test_a_page_that_shows_older_figures_says_so(tmp_path: Path) -> None:
     write_json(a_table(date="2026-01-01T00:00:00+00:00", origin=Origin(version="1", commit="aaa")), old)
     write_json(a_table(date="2026-02-01T00:00:00+00:00", origin=Origin(version="1", commit="bbb")), new)
     first, second = render("".join(f"<!-- crossover {path} -->\n<!-- end -->\n" for path in (old, new))).split("<!-- end -->")[:2]
-    assert "Made by headway 1, commit aaa on 2026-01-01. **Older than the newest results on this page**" in first
-    assert "Made by headway 1, commit bbb on 2026-02-01." in second
+    assert "Measured by headway 1, commit aaa on 2026-01-01. **Older than the newest results on this page**" in first
+    assert "Measured by headway 1, commit bbb on 2026-02-01." in second
     assert "Older" not in second
 
 
@@ -154,7 +154,7 @@ def test_a_throughput_table_is_made_anew_between_its_markers(tmp_path: Path, mon
     monkeypatch.setattr(OfflineReport, "read", lambda path: read.append(path) or REPORT)
     monkeypatch.setattr(PeersFile, "read", lambda path: read.append(path) or "the peers")
     monkeypatch.setattr("result_tables.markdown", lambda report, peers: f"the report beside {peers}")
-    made = "Made on 2026-01-02, before result files named their commit."
+    made = "Measured on 2026-01-02, before result files recorded their commit."
     text = "a\n<!-- throughput x.json p.json -->\nold\n<!-- end -->\nb\n<!-- throughput y.json -->\n<!-- end -->\n"
     assert render(text) == (
         f"a\n<!-- throughput x.json p.json -->\n\n{made}\n\nthe report beside the peers\n<!-- end -->\n"

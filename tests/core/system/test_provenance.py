@@ -36,7 +36,7 @@ def test_a_checkout_gives_its_commit_and_modified_files(place: Path) -> None:
     assert not found.modified
     (place / "file").write_text("two")
     assert Origin.here().modified
-    assert str(Origin.here()).endswith(f"commit {found.commit} with changes")
+    assert str(Origin.here()).endswith(f"commit {found.commit} plus uncommitted changes")
 
 
 def test_outside_a_checkout_the_commit_comes_from_the_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
