@@ -96,7 +96,8 @@ class _Result(Protocol):
 def made_by(report: _Result, newest: _Result | None) -> str:
     """Return the code version of a file in words, and whether the newest file on the page has another."""
     day = report.date[:10]
-    who = f"Measured by {report.origin} on {day}." if report.origin else f"Measured on {day}, before result files recorded their commit."
+    unknown = f"Measured on {day}, before result files recorded their commit."
+    who = f"Measured by {report.origin} on {day}." if report.origin else unknown
     if newest is None or newest.origin is None or (report.origin and report.origin.commit == newest.origin.commit):
         return who
     return f"{who} **Older than the newest results on this page**, which are from {newest.date[:10]} ({newest.origin})."
