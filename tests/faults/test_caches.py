@@ -174,7 +174,7 @@ def test_a_link_to_weights_elsewhere_is_followed(tmp_path: Path) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        autotune, "CrossoverOptions", lambda **options: CrossoverOptions(**{**options, "grid": POINTS[:2], "turns": QUICK})
+        autotune, "CrossoverOptions", lambda **options: CrossoverOptions(**{**options, "grid": POINTS[:2], "timer": QUICK})
     )
     monkeypatch.setattr(kinds, "grid", lambda kind: POINTS[:2])
 
