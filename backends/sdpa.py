@@ -183,7 +183,7 @@ class SDPA(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Compute attention over this step's k and v if there is no context, otherwise over gathered rows."""
+        """Compute attention over this step's k and v if no sequence has a context, otherwise over gathered rows."""
         with self.allowed_kernels():
             for group in plan:
                 if group.slots is None:

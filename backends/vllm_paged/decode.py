@@ -58,7 +58,7 @@ class PagedDecodePlan:
 
     cut: Cut
     attention: Launch | None
-    """Launch of the attention kernel. None if there are no sequences."""
+    """Launch of the attention kernel. None without sequences."""
     reduction: Launch | None
     """Launch of the reduction kernel. None if contexts are not partitioned."""
     attention_arguments: Arguments

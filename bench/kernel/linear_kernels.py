@@ -115,7 +115,7 @@ class LinearCandidates:
     of: Callable[[Tensor], Sequence[TimedProduct]]
     """Function that returns the kernels that support x."""
     chosen: Callable[[int], str] = field(default=lambda rows: "")
-    """Function that returns the kernel that an engine chooses for a number of rows; "" if there is no choice."""
+    """Function that returns the kernel that an engine chooses for a number of rows; "" without a choice."""
     source: str = "its form"
     """Source of the choice: measurement or heuristic."""
 

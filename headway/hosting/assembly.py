@@ -165,7 +165,7 @@ class Assembly(NamedTuple):
     worker_extension: str = ""
     """Value of the option worker_extension_cls."""
     draft: Assembly | None = None
-    """Draft model and its engine. None if there is no draft model."""
+    """Draft model and its engine. None without a draft model."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:

@@ -347,7 +347,7 @@ class Linear:
         return torch.addmm(self.bias, x, transposed, out=out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Return residual + y, in one GEMM if there is no bias. residual: [rows, out_features]; may be overwritten."""
+        """Return residual + y, in one GEMM if the layer has no bias. residual: [rows, out_features]; may be overwritten."""
         if self._transposed is None or self.bias is not None or self._compute is not None:
             return residual + self(x)
         return residual.addmm_(x, self._transposed)

@@ -264,7 +264,7 @@ def _leaves_folder(name: str) -> bool:
 
 
 def _check_shards(folder: Path, files: list[Path]) -> None:
-    """Check that no file is missing from a set of files named as shards, if there is no index."""
+    """Check that no file is missing from a set of files named as shards, if the model has no index."""
     found = [match for path in files if (match := _SHARD.search(path.name))]
     for match in found:
         count = int(match["count"])

@@ -103,7 +103,7 @@ class SamplingRequest(Fields):
     """Exponent of a continuation's length, by which beam search divides its log-probability."""
     priority: int = 0
     request_id: str | None = None
-    """Client's part of the answer's id, if there is no header X-Request-Id."""
+    """Client's part of the answer's id, if the request has no header X-Request-Id."""
     split_special_tokens: bool | None = None
     """True to treat names of control tokens in prompts and contents as text. None means the server's option for contents and
     False for prompts."""
@@ -235,7 +235,7 @@ class PooledRequest(BaseModel):
     truncate_prompt_tokens: int | None = None
     """Maximum number of tokens of a text, -1 for the model's limit. None rejects longer texts."""
     request_id: str | None = None
-    """Client's part of the answer's id, if there is no header X-Request-Id."""
+    """Client's part of the answer's id, if the request has no header X-Request-Id."""
     user: str | None = None
 
 

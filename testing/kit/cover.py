@@ -357,7 +357,7 @@ class Claimed:
         return sorted(cells, key=lambda each: str(each[0]))
 
     def plainest(self, phase: str, **wanted: Value) -> CheckCell | None:
-        """Return the simplest accepted layer in a phase with the values in `wanted`; None if there is no such layer."""
+        """Return the simplest accepted layer in a phase with the values in `wanted`; None if no such layer exists."""
         axes = tuple(wanted)
         if axes not in self._plainest:
             found: dict[tuple[Value, ...], CheckCell] = {}

@@ -66,7 +66,7 @@ class Sanitizer:
         return [self.path, *options, *command]
 
     def new_error(self) -> str:
-        """Return the first error logged since the last call as one line; "" if there is no error."""
+        """Return the first error logged since the last call as one line; "" without an error."""
         with suppress(OSError):
             text = self._log.read_text(encoding="utf-8", errors="replace")
             new = text[self._read :]
@@ -80,7 +80,7 @@ class Sanitizer:
 
 
 def first_error(log: str) -> str:
-    """Return the first error in a log of compute-sanitizer, with its location; "" if there is no error."""
+    """Return the first error in a log of compute-sanitizer, with its location; "" without an error."""
     lines = [line.removeprefix(_MARK) for line in log.splitlines() if line.startswith(_MARK)]
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith((" ", *_NO_ERROR)):

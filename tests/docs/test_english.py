@@ -40,7 +40,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "floats of bits": (0, 0),
     "matrix unit": (0, 0),
     "block of threads": (0, 0),
-    "is no": (0, 39),
+    "is no": (0, 23),
     "of first": (0, 0),
     "those of": (0, 25),
     "behind": (1, 2),

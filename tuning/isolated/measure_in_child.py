@@ -107,7 +107,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
 
 
 def _written(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes whenever the file is rewritten, or None if there is no file."""
+    """Return a value that changes whenever the file is rewritten, or None without a file."""
     try:
         found = path.stat()
     except OSError:

@@ -58,7 +58,7 @@ class CountedLayer(TunedLayer):
     on: torch.device
     timer: InterleavedTimer
     registry: Registry | None
-    """Registry of third-party kernels. None if there are no third-party kernels."""
+    """Registry of third-party kernels. None without third-party kernels."""
 
     @cached_property
     def records(self) -> list[KernelRecord]:

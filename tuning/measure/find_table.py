@@ -90,7 +90,7 @@ class TunedLayer(ABC):
 
 
 def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
-    """Return the table of a layer, measured or completed if needed, or None if there is no table.
+    """Return the table of a layer, measured or completed if needed, or None if none exists.
 
     seconds: time that may be spent on measuring; 0 disables measuring.
     """

@@ -92,7 +92,7 @@ class Chosen:
     errors: Mapping[int, str] = field(default_factory=dict)
     """Error text of a sequence, keyed by its row of logits."""
     scores: Scores | None = None
-    """Log-probabilities of the rows whose requests ask for them. None if there are no such rows."""
+    """Log-probabilities of the rows whose requests ask for them. None if no such rows exist."""
     scored: Sequence[tuple[int, int]] = ()
     """For each scored row: index of the row of logits, and requested number of most likely tokens."""
 

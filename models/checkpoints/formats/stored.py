@@ -531,7 +531,7 @@ class Quantization:
     method: str = ""
     """Name of the quantization method, a key of METHODS."""
     extra_folder: str | None = None
-    """Subfolder of the model's folder with additional quantized weights; None if there is no such folder."""
+    """Subfolder of the model's folder with additional quantized weights; None if no such folder exists."""
 
     @property
     def label(self) -> str:
