@@ -13,7 +13,7 @@ from source_trees import FOLDERS, ROOT, SOURCES, all_imports, is_kernel, nodes_o
 
 pytestmark = pytest.mark.xdist_group("structure")
 
-FILES, LINES = 510, 103_331
+FILES, LINES = 510, 103_333
 """Of the installed package; the plan is 92,000 lines."""
 BENCH_LINES, TEST_LINES = 9_000, 60_593
 SMALL_WITH_ONE_IMPORTER = 0

@@ -331,6 +331,8 @@ class DummyWeights(WeightSource):
     On one kind of device, every start gives the same values, because the decoder takes its tensors in the same order.
     """
 
+    _form: StoredFormat | None = None
+
     def __init__(
         self,
         dtype: torch.dtype,
