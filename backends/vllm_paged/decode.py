@@ -209,7 +209,7 @@ def stages_of(tile_bytes: int, arch: str) -> int:
     return max(2, min(MAX_STAGES, shared_bytes(arch) // (MAX_WARPS * tile_bytes)))
 
 
-_TILE_US = 1.1  # Time of one tile for a warp that runs alone: latency
+_TILE_US = 1.1  # Time of one tile for a single running warp: latency
 _START_US = 3.0  # Time of a thread block before its first and after its last tile
 _TAIL = 0.05  # Share of a block's time at its end in which memory is not busy
 _WARP_US = 0.17  # Time to merge one more warp

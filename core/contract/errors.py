@@ -84,16 +84,15 @@ class PluginError(HeadwayError):
 class UnknownBackendError(HeadwayError):
     """A backend name that is not registered."""
 
-    def __init__(self, name: str, known: Mapping[str, str], failures: Sequence[str] = (), kind: str = "attention") -> None:
+    def __init__(
+        self, name: str, known: Mapping[str, str], failures: Sequence[str] = (), word: str = "attention backend"
+    ) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         nearest = f" Nearest: {near[0]}." if near else ""
-        word = f"{kind} kernel" if kind in ("linear", "experts") else f"{kind} backend"
         lines = [f"{word}: asked for {name!r}, which nobody registered.{nearest} Registered here:"]
         if word.endswith("kernel"):  # dozens, which share a few states
-            lines += [
-                f"  {state}: {', '.join(each for each in known if known[each] == state)}"
-                for state in dict.fromkeys(known.values())
-            ]
+            shared = {state: [each for each in known if known[each] == state] for state in known.values()}
+            lines += [f"  {state}: {', '.join(names)}" for state, names in shared.items()]
         else:
             lines += [f"  {known_name:<12} {state}" for known_name, state in known.items()]
         lines += [f"  plugin that failed to load: {failure}" for failure in failures]

@@ -207,7 +207,7 @@ class LinearKernel(Kernel):
         Called only if `capabilities.fused` is not empty. Arguments are as in `apply`, but `out` has out_features / 2 columns if
         the layer is gated. A call that raises must leave `out` unchanged.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} declares no fused operations")
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,8 @@ class KernelRegistry(Generic[K, T]):
             if name not in self.entries:
                 found = {known: self.availability(known) for known in self.entries}
                 states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
-                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], self.kind.name)
+                word = self._word if " " in self._word else f"{self.kind.name} {self._word}"
+                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], word)
             entry = self.entries[name]
             where = f"{self._word} {name} of {entry.owner}"
             try:

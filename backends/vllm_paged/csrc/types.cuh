@@ -1,4 +1,4 @@
-// Element types and machine instructions of the kernels. Includes no header, so that NVRTC can compile it alone.
+// Element types and machine instructions of the kernels. Includes no header, so that NVRTC can compile it without other files.
 #pragma once
 
 namespace headway {
