@@ -198,7 +198,7 @@ def test_auto_passes_by_a_backend_that_declares_nothing(tiny_model_folder: Path,
 def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_folder: Path, toy: Registry) -> None:
     with pytest.raises(UnsupportedError) as caught:
         llm(tiny_model_folder, registry=toy, attn_backend="toy")
-    assert [reason.what for reason in caught.value.reasons] == ["batch_invariant"]
+    assert "batch_invariant" in [reason.what for reason in caught.value.reasons]  # on a GPU, the device as well
     assert 'nearest fix: attn_backend="auto"' in str(caught.value)
 
 

@@ -376,6 +376,6 @@ def test_a_start_measures_every_way_and_the_choice_serves(tmp_path: Path, monkey
     layers = [(Linear(on_device(weight, CUDA), dtype=torch.bfloat16), gated) for weight in weights for gated in (False, True)]
     kinds = ops.linear_choices(layers)
     choose_linear_kernels(kinds, 60.0, compile_ahead(device))
-    assert len(list((tmp_path / "products").glob("*.json"))) == 2
+    assert len(list((tmp_path / "crossover").glob("*.json"))) == 2
     for kind in kinds:
         assert "measured 20" in kind.describe()
