@@ -77,6 +77,18 @@ class StateNames:
 
 
 @dataclass(frozen=True)
+class LayerInputNames:
+    """Names of the tensors of per-layer inputs (Gemma 4 E2B). `gate`, `out` and `post_norm` follow the layer's prefix."""
+
+    table: str = "model.embed_tokens_per_layer"
+    proj: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    post_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Module names without `.weight` and `.bias`. None means that the model has no such module."""
 
@@ -109,6 +121,9 @@ class TensorNames:
     experts: ExpertNames = field(default_factory=ExpertNames)
     latent: LatentNames = field(default_factory=LatentNames)
     state: StateNames = field(default_factory=StateNames)
+    inputs: LayerInputNames = field(default_factory=LayerInputNames)
+    scalar: str | None = None
+    """Number by which a layer's output, the residual stream, is multiplied (Gemma 4)."""
     transposed: bool = False
     """True if weights are stored as [in_features, out_features] (GPT-2)."""
     ignored: tuple[str, ...] = ()
@@ -128,7 +143,7 @@ class RopeConfig:
     RopeConfig."""
 
     inv_freq: tuple[float, ...]
-    """head_dim / 2 frequencies in radians per token; 0 for elements that are not rotated."""
+    """head_dim / 2 frequencies in radians per token; 0 for elements that are not rotated. head_dim is that of the layers."""
     factors: tuple[float, ...]
     """Factor of cos and sin for each frequency: YaRN's attention factor, else 1."""
     rotary_dim: int
@@ -156,6 +171,19 @@ class LayerConfig:
     """Slope of each head (`lightning`): the state decays by exp(-slope) per token."""
     names: TensorNames | None = None
     """Names of the layer's tensors if they differ from `DecoderConfig.names`."""
+    head_dim: int | None = None
+    """Number of elements per head if it differs from `DecoderConfig.head_dim`. The next two fields likewise."""
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    value_is_key: bool = False
+    """True if the value is the output of the key projection, before norm and RoPE (Gemma 4 31B)."""
+    shares_kv: int | None = None
+    """Index of the earlier layer whose keys, values and KV cache the layer reads (Gemma 4 E2B). None means its own."""
+
+    @property
+    def caches(self) -> bool:
+        """Return whether the layer has a KV cache of its own."""
+        return self.attention and self.shares_kv is None
 
 
 @dataclass(frozen=True)
@@ -181,6 +209,16 @@ class StateConfig:
     conv_bias: bool = False
     in_bias: bool = False
     out_bias: bool = False
+
+
+@dataclass(frozen=True)
+class LayerInputsConfig:
+    """Sizes of the per-layer inputs (Gemma 4 E2B): each layer adds a projection of its own embedding of every token."""
+
+    vocab_size: int
+    num_layers: int
+    size: int
+    """Number of elements of one layer's input."""
 
 
 @dataclass(frozen=True)
@@ -217,13 +255,15 @@ class DecoderConfig:
     max_position_embeddings: int
     layers: tuple[LayerConfig, ...]
     ropes: tuple[RopeConfig, ...]
-    """Rotary embeddings, all of the same size. Empty means learned positions, or no positions."""
+    """Rotary embeddings. Empty means learned positions, or no positions."""
     tie_word_embeddings: bool
     names: TensorNames = LLAMA_NAMES
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     """Kind of norm: rms_plus_one adds 1 to the checkpoint's weight (Gemma); layer is LayerNorm with a bias."""
     qk_norm: Literal["head", "whole"] | None = None
     """RMSNorm of q and k before RoPE: per head (Qwen3, Gemma 3), or over all heads together (OLMo 2)."""
+    v_norm: bool = False
+    """True if each head of v is normed (RMSNorm without a weight; Gemma 4)."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -237,6 +277,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     state: StateConfig | None = None
+    layer_inputs: LayerInputsConfig | None = None
     multipliers: Multipliers = Multipliers()
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate computed by the q projection (Qwen3-Next)."""
@@ -258,6 +299,17 @@ class DecoderConfig:
         """Sliding window of each attention layer in tokens; None for a layer without a window."""
         return tuple(layer.sliding_window for layer in self.layers if layer.attention)
 
+    def of_layer(self, layer: LayerConfig) -> DecoderConfig:
+        """Return the configuration with the sizes and tensor names of one layer."""
+        own = {name: getattr(layer, name) for name in ("names", "head_dim", "num_kv_heads", "intermediate_size")}
+        changed = {name: value for name, value in own.items() if value not in (None, getattr(self, name))}
+        return replace(self, **changed) if changed else self
+
+    def place_of(self, index: int) -> int:
+        """Return the index of a layer's KV cache among the model's KV caches."""
+        source = self.layers[index].shares_kv
+        return sum(layer.caches for layer in self.layers[: index if source is None else source])
+
 
 class BeyondDecoderError(ModelError):
     """Raised for a valid model that Headway's own decoder does not support; transformers may support it."""
@@ -273,6 +325,7 @@ def cached_spec(
     batch_invariant: bool = False,
 ) -> AttentionSpec:
     """Return the attention spec of a layer's KV cache. sinks: sink logit of each query head, from the checkpoint."""
+    config = config.of_layer(layer)
     if (latent := config.latent) is not None:
         return AttentionSpec(
             num_heads=config.num_heads,

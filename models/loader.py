@@ -376,7 +376,7 @@ def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None
 def decoder_layer_specs(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LayerSpecs:
     """Return the specs of a decoder's layers, or of a rank's shard if `config` is the shard's. Sinks are 0."""
     sinks = (0.0,) * config.num_heads if config.sinks else None
-    cached = [cached_spec(config, layer, dtype, device, sinks=sinks) for layer in config.layers if layer.attention]
+    cached = [cached_spec(config, layer, dtype, device, sinks=sinks) for layer in config.layers if layer.caches]
     latent = config.latent
     expanded = {} if latent is None else {spec: expanded_spec(config, latent, spec) for spec in cached}
     count = sum(layer.state for layer in config.layers)

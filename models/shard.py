@@ -18,7 +18,7 @@ from headway.core.contract.state import CONV, MAMBA1
 from headway.kernels.experts.weights import ExpertsShard
 from headway.kernels.experts.weights import needs as needs_of_experts
 from headway.kernels.linear.axes import Axis, Division
-from headway.models.config import DecoderConfig, StateConfig
+from headway.models.config import DecoderConfig, LayerConfig, StateConfig
 
 
 class ModelShard:
@@ -32,6 +32,7 @@ class ModelShard:
         check_divides(config, size, by_expert)
         self._config = config
         self._division = Division(rank, size)
+        self._by_expert = by_expert
 
     @cached_property
     def heads(self) -> Axis:
@@ -72,12 +73,24 @@ class ModelShard:
         attends = any(layer.attention for layer in config.layers)
         return replace(
             config,
+            layers=tuple(self._own_sizes(layer) for layer in config.layers),
             num_heads=self.heads.size if attends else config.num_heads,
             num_kv_heads=self.kv_heads.size if attends and config.latent is None else config.num_kv_heads,
             intermediate_size=self.inner.size if dense else config.intermediate_size,
             experts=None if config.experts is None else self.experts.own,
             state=None if config.state is None else self.state.own,
         )
+
+    def of_layer(self, index: int) -> ModelShard:
+        """Return the shard of a model whose layers all have the sizes of this model's layer at `index`."""
+        config, division = self._config.of_layer(self._config.layers[index]), self._division
+        return self if config is self._config else ModelShard(config, division.rank, division.size, self._by_expert)
+
+    def _own_sizes(self, layer: LayerConfig) -> LayerConfig:
+        """Return a layer whose own sizes are those of this rank's shard."""
+        kv_heads, inner = layer.num_kv_heads, layer.intermediate_size
+        kv_heads = None if kv_heads is None else self._division.repeated(kv_heads).size
+        return replace(layer, num_kv_heads=kv_heads, intermediate_size=None if inner is None else self._division.even(inner).size)
 
     def once(self, tensor: Tensor | None) -> Tensor | None:
         """Return the tensor on rank 0 and None on other ranks, for a term that an all-reduce must include only once."""
@@ -186,24 +199,27 @@ def check_divides(config: DecoderConfig, size: int, by_expert: bool = True) -> N
 
 def _needs(config: DecoderConfig, size: int, by_expert: bool) -> Iterator[str]:
     """Yield a description of each requirement that this number of ranks does not meet."""
-    even, either = {}, {}
+    even: dict[str, set[int]] = {}
+    either: dict[str, set[int]] = {}
     if any(layer.attention for layer in config.layers):
-        even["attention heads"] = config.num_heads
+        even["attention heads"] = {config.num_heads}
         if config.latent is None:
-            either["key-value heads"] = config.num_kv_heads
+            either["key-value heads"] = {config.of_layer(layer).num_kv_heads for layer in config.layers if layer.attention}
     if any(layer.mlp == "dense" for layer in config.layers):
-        even["columns of the MLP"] = config.intermediate_size
+        even["columns of the MLP"] = {config.of_layer(layer).intermediate_size for layer in config.layers if layer.mlp == "dense"}
     if (state := config.state) is not None:
         if state.spec.kind == CONV:
-            even["channels of the convolution"] = state.spec.conv_channels
+            even["channels of the convolution"] = {state.spec.conv_channels}
         else:
-            even["heads of the state"] = state.spec.num_heads
-            either["key heads of the state"] = state.spec.num_key_heads
-    for name, count in even.items():
-        if count % size:
-            yield f"a divisor of the {count} {name}"
-    for name, count in either.items():
-        if count % size and size % count:
-            yield f"a divisor or a multiple of the {count} {name}"
+            even["heads of the state"] = {state.spec.num_heads}
+            either["key heads of the state"] = {state.spec.num_key_heads}
+    for name, counts in even.items():
+        for count in sorted(counts):
+            if count % size:
+                yield f"a divisor of the {count} {name}"
+    for name, counts in either.items():
+        for count in sorted(counts):
+            if count % size and size % count:
+                yield f"a divisor or a multiple of the {count} {name}"
     if config.experts is not None:
         yield from needs_of_experts(config.experts, size, by_expert)

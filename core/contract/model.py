@@ -19,6 +19,8 @@ class Attention(Protocol):
         """Write k and v to a layer's cache and return the layer's attention, [num_tokens, num_heads, v_head_dim].
 
         q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim]; v: [num_tokens, num_kv_heads, v_head_dim].
+
+        Model layers that share a cache call the same layer again in one step, with another q and the same k and v.
         """
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:

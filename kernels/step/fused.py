@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from headway.kernels.step.operations import (
     bound,
     bound_step,
     norm_heads,
+    ropes_of,
 )
 from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 
@@ -47,17 +48,28 @@ class Fused(Operations):
     """
 
     def __init__(
-        self, inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
+        self,
+        inv_freq: Tensor,
+        factors: Tensor,
+        kernels: LinearKernels | None = None,
+        experts: ExpertsOptions | None = None,
+        halves: Sequence[int] = (),
     ) -> None:
         """Prepare the operations.
 
         inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: kernels for linear layers. experts:
-        options for MoE layers. For each of them, None means Headway's own kernels.
+        options for MoE layers. For each of them, None means Headway's own kernels. halves: see `ropes_of`.
         """
         self.kernels = kernels or builtin_kernels(inv_freq.device, ON_GPU)
-        self._inv_freq = inv_freq
-        self._factors = factors
         self._device = inv_freq.device
+        ropes = ropes_of(inv_freq, factors, halves)
+        self._halves = [len(row) for row, _ in ropes]
+        self._inv_freq = torch.cat([inv_freq.new_empty(0), *(row for row, _ in ropes)])
+        self._factors = torch.cat([factors.new_empty(0), *(row for _, row in ropes)])
+        firsts = [sum(self._halves[:number]) for number in range(len(ropes))]
+        sizes = torch.tensor([firsts, self._halves], dtype=torch.int32)
+        self._places = sizes.repeat_interleave(sizes[1], dim=1).to(self._device)
+        """int32 [2, frequencies]: for each frequency, the first one of its rotary embedding, and their number."""
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._latent = LatentKernels(self._device)
         self._experts = fused_experts(experts or ExpertsOptions(), self._device)
@@ -113,15 +125,15 @@ class Fused(Operations):
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """Embed tokens and compute cos and sin, in one launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
-        table, places, (ropes, half) = embed.table, embed.positions, self._inv_freq.shape
+        table, places, angles = embed.table, embed.positions, len(self._inv_freq)
         num_tokens, hidden = input_ids.shape[0], table.shape[1]
         x = torch.empty(num_tokens, hidden, dtype=table.dtype, device=self._device)
-        cos, sin = torch.empty(2, ropes, num_tokens, half, device=self._device).unbind()
+        cos, sin = torch.empty(2, angles * num_tokens, device=self._device).unbind()
         if num_tokens:
 
             def make() -> FixedLauncher:
-                block, block_half = triton.next_power_of_2(hidden), triton.next_power_of_2(max(ropes * half, 1))
-                sizes = {"HIDDEN": hidden, "BLOCK": block, "ROPES": ropes, "HALF": half, "BLOCK_HALF": block_half}
+                block, block_angles = triton.next_power_of_2(hidden), triton.next_power_of_2(max(angles, 1))
+                sizes = {"HIDDEN": hidden, "BLOCK": block, "ANGLES": angles, "BLOCK_ANGLES": block_angles}
                 return FixedLauncher(embed_tokens, 4, self._device, {**sizes, "PLACES": places is not None})
 
             self._launcher(("embed", hidden, places is None), make)(
@@ -132,12 +144,15 @@ class Fused(Operations):
                 places_ptr=table if places is None else places,
                 inv_freq_ptr=self._inv_freq,
                 factors_ptr=self._factors,
+                rope_ptr=self._places,
                 scale=embed.scale,
                 x_ptr=x,
                 cos_ptr=cos,
                 sin_ptr=sin,
             )
-        return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
+        sizes = [half * num_tokens for half in self._halves]
+        parts = zip(cos.split(sizes), sin.split(sizes), self._halves, strict=True)
+        return x, tuple((cos.view(num_tokens, half), sin.view(num_tokens, half)) for cos, sin, half in parts)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Norm rows in one launch."""
@@ -172,7 +187,7 @@ class Fused(Operations):
         norm covers all heads.
         """
         x, norm = self._before(x, norm)
-        separate = heads.q_norm is not None and (rope is None or heads.whole_norm)
+        separate = self._norms_apart(heads, rope)
         rotated = None if rope is None or separate else (heads, rope)
         step = bound(self, linear, x.shape[0], heads=None if rotated is None else heads)
         return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if separate else None, separate)
@@ -180,7 +195,12 @@ class Fused(Operations):
     def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """Norm and rotate heads in one launch, in place. Four more launches are needed if heads are normed without RoPE, or if
         one norm covers all heads."""
-        return self._split_heads(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
+        return self._split_heads(qkv, heads, rope, self._norms_apart(heads, rope))
+
+    @staticmethod
+    def _norms_apart(heads: Heads, rope: Rope | None) -> bool:
+        """Return whether heads are normed in launches of their own, not in the one that rotates them."""
+        return (heads.q_norm is not None or heads.v_norm is not None) and (rope is None or heads.whole_norm)
 
     def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, separate: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v as views of `qkv`.
@@ -200,15 +220,16 @@ class Fused(Operations):
         return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
 
     def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
-        """Norm the heads of q and of k in place, in separate launches. Return `heads` without its norms."""
-        assert heads.q_norm is not None
-        assert heads.k_norm is not None
-        q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
-        q_rows = q.contiguous().view(-1, heads.q_norm.weight.shape[0])
-        k_rows = k.contiguous().view(-1, heads.k_norm.weight.shape[0])
-        for part, normed in zip((q, k), norm_heads(self, q_rows, k_rows, heads), strict=True):
-            part.copy_(normed.view_as(part))
+        """Norm the heads in place, in separate launches. Return `heads` without its norms."""
+        q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        q, k, v = (part for part in qkv[:, : q_size + 2 * kv_size].split([q_size, kv_size, kv_size], dim=1))
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q_rows = q.contiguous().view(-1, heads.q_norm.weight.shape[0])
+            k_rows = k.contiguous().view(-1, heads.k_norm.weight.shape[0])
+            for part, normed in zip((q, k), norm_heads(self, q_rows, k_rows, heads), strict=True):
+                part.copy_(normed.view_as(part))
+        if heads.v_norm is not None:
+            v.copy_(self.norm(v.contiguous().view(-1, heads.head_dim), heads.v_norm).view_as(v))
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: RowScale | None) -> None:
@@ -217,8 +238,8 @@ class Fused(Operations):
         """
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
-        touched = heads.num_heads + heads.num_kv_heads if scaled_by is None else all_heads
-        normed = heads.q_norm is not None and heads.k_norm is not None
+        normed, norms_v = heads.q_norm is not None and heads.k_norm is not None, heads.v_norm is not None
+        touched = heads.num_heads + heads.num_kv_heads * (2 if norms_v else 1) if scaled_by is None else all_heads
         if num_tokens:
             block_half = triton.next_power_of_2(dim // 2)
             block_h = min(triton.next_power_of_2(touched), max(1, _ROTATED // block_half))
@@ -227,11 +248,11 @@ class Fused(Operations):
 
             def make() -> FixedLauncher:
                 sizes = {"HEADS": num_heads, "KV_HEADS": heads.num_kv_heads, "ALL_HEADS": all_heads, "HEAD_DIM": dim}
-                sizes |= {**_row_sizes(size), "BLOCK_HALF": block_half, "BLOCK_H": block_h, "NORM": normed}
+                sizes |= {**_row_sizes(size), "BLOCK_HALF": block_half, "BLOCK_H": block_h, "NORM": normed, "NORM_V": norms_v}
                 return FixedLauncher(norm_and_rotate, 2, self._device, sizes)
 
             q_norm, k_norm = heads.q_norm, heads.k_norm
-            self._launcher(("rotate", num_heads, heads.num_kv_heads, all_heads, dim, normed, size), make)(
+            self._launcher(("rotate", num_heads, heads.num_kv_heads, all_heads, dim, normed, norms_v, size), make)(
                 (num_tokens, triton.cdiv(touched, block_h), 1),
                 qkv_ptr=qkv,
                 cos_ptr=rope[0],
@@ -239,7 +260,7 @@ class Fused(Operations):
                 q_norm_ptr=q_norm.weight if q_norm and k_norm else qkv,
                 k_norm_ptr=k_norm.weight if q_norm and k_norm else qkv,
                 x_ptr=x,
-                eps=q_norm.eps if q_norm and k_norm else 0.0,
+                eps=q_norm.eps if q_norm and k_norm else heads.v_norm.eps if heads.v_norm else 0.0,
                 row_eps=eps,
             )
 

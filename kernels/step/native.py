@@ -18,7 +18,7 @@ from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, PackedWeight, ProductStruct, Recording
 from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
+from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations, norm_values
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
 """Function that runs all layers of a decoder. Arguments: x [num_tokens, hidden_size], which is overwritten; cos and sin of each
@@ -151,8 +151,15 @@ _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2
 class NativeOperations(TorchOperations):
     """Operations that use the C kernels for layers with packed weights, and torch's functions for other layers."""
 
-    def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions, experts: ExpertsOptions | None = None) -> None:
-        super().__init__(inv_freq, factors, experts)
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        factors: Tensor,
+        functions: Functions,
+        experts: ExpertsOptions | None = None,
+        halves: Sequence[int] = (),
+    ) -> None:
+        super().__init__(inv_freq, factors, experts, halves)
         self.functions = functions
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -229,7 +236,7 @@ class NativeOperations(TorchOperations):
                 type=TYPES[x.dtype],
             )
         )
-        return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
+        return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], norm_values(self, qkv[:, rotated:], heads)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         packed = _packed_of(x, linear)

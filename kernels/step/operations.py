@@ -142,6 +142,8 @@ class Heads:
     """RMSNorm of q before RoPE. It covers each head (Qwen3), or all heads together if the weight has that size. Set if and only
     if `k_norm` is set."""
     k_norm: Norm | None = None
+    v_norm: Norm | None = None
+    """RMSNorm of each head of v, with a weight of ones (Gemma 4)."""
 
     @property
     def whole_norm(self) -> bool:
@@ -220,7 +222,7 @@ class Operations(Protocol):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply a norm (if any) and the merged qkv linear layer, then norm and rotate the heads of q and k (RoPE).
+        """Apply a norm (if any) and the merged qkv linear layer, then norm the heads, and rotate those of q and k (RoPE).
 
         x: [num_tokens, hidden_size]. linear: has (num_heads + 2 num_kv_heads) head_dim outputs, and may have further heads
             after v. rope: result of `embed`; None means no rotation.
@@ -306,6 +308,15 @@ def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Ten
     return (whole_q * heads.q_norm.weight.float()).to(q.dtype), (whole_k * heads.k_norm.weight.float()).to(k.dtype)
 
 
+def norm_values(ops: Operations, v: Tensor, heads: Heads) -> Tensor:
+    """Return v [num_tokens, num_kv_heads or more, head_dim] with its heads normed, if the layer norms them."""
+    if heads.v_norm is None:
+        return v
+    values, more = v.tensor_split([heads.num_kv_heads], dim=1)
+    normed = ops.norm(values.reshape(-1, heads.head_dim), heads.v_norm).view_as(values)
+    return torch.cat([normed, more], dim=1) if more.shape[1] else normed
+
+
 def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
     """Return x times the activation of `by` with the gate's norm, computed in float32 and rounded once."""
     y, factor = x.float(), GATES[gate.activation](by.float())
@@ -379,7 +390,7 @@ def bound_step(ops: Any, linear: Linear, kernel: LinearKernel, heads: Heads | No
     compute, fused = linear.bound_to(kernel, again), linear.fused_by(kernel)
     if heads is not None and "rotary" in fused:
         ours: Any = kernel
-        if not ours.rotates(rows, linear.prepared_for(kernel), heads):
+        if heads.v_norm is not None or not ours.rotates(rows, linear.prepared_for(kernel), heads):
             fused = fused - {"rotary"}
     around = frozenset(FUSED) - {"bias"}
     activations = ACTIVATIONS if hasattr(kernel, "compute") else kernel.capabilities.activations
@@ -446,21 +457,22 @@ class Surrounded:
 class TorchOperations(Operations):
     """Operations that call torch's functions, for CPUs and as a reference for the fused kernels."""
 
-    def __init__(self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None) -> None:
+    def __init__(
+        self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None, halves: Sequence[int] = ()
+    ) -> None:
         """Prepare the operations.
 
         inv_freq, factors: float32 [ropes, head_dim / 2]; see `rope.rope_tables`. experts: options for MoE layers. None means
-            Headway's own kernels.
+            Headway's own kernels. halves: see `ropes_of`.
         """
-        self._inv_freq = inv_freq
-        self._factors = factors
+        self._ropes = ropes_of(inv_freq, factors, halves)
         self._experts = experts_by(self, experts or ExpertsOptions())
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """Return the residual stream, and cos and sin of each RoPE. cos contains its elements twice, and the first half of sin is
         negated. RoPE is therefore x * cos + swap_halves(x) * sin (three operations)."""
         ropes, dtype = [], embed.table.dtype
-        for inv_freq, factors in zip(self._inv_freq, self._factors, strict=True):
+        for inv_freq, factors in self._ropes:
             angles = positions[:, None, None] * inv_freq  # float32 [num_tokens, 1, head_dim / 2]
             cos, sin = angles.cos() * factors, angles.sin() * factors
             ropes.append((torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)))
@@ -541,7 +553,7 @@ class TorchOperations(Operations):
             qk = torch.cat([q, k], dim=1)
         if rope is not None:
             qk = apply_rope(qk, rope)
-        return qk[:, :num_heads], qk[:, num_heads:], v
+        return qk[:, :num_heads], qk[:, num_heads:], norm_values(self, v, heads)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
@@ -585,6 +597,15 @@ def experts_by(ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor]
         return None if is_own(kernel) else kernel(spec)
 
     return ExpertsLayers(options, partial(front_of, ops.norm, ops.product), make)
+
+
+def ropes_of(inv_freq: Tensor, factors: Tensor, halves: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return the frequencies and factors of each rotary embedding.
+
+    halves: number of frequencies of each; the rest of a row is padding. Empty means that no row is padded.
+    """
+    sizes = halves or [inv_freq.shape[1]] * len(inv_freq)
+    return [(row[:half], factor[:half]) for row, factor, half in zip(inv_freq, factors, sizes, strict=True)]
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -18,25 +18,27 @@ def embed_tokens(
     positions_ptr,  # int32 or int64 [num_tokens]
     table_ptr,  # [vocab_size, HIDDEN]
     places_ptr,  # [positions, HIDDEN] (PLACES)
-    inv_freq_ptr,  # float32 [ROPES, HALF]
-    factors_ptr,  # float32 [ROPES, HALF]
+    inv_freq_ptr,  # float32 [ANGLES]: frequencies of all rotary embeddings
+    factors_ptr,  # float32 [ANGLES]
+    rope_ptr,  # int32 [2, ANGLES]: index of the first frequency of the same rotary embedding, and their number
     scale,
     x_ptr,  # [num_tokens, HIDDEN], written
-    cos_ptr,  # float32 [ROPES, num_tokens, HALF], written
+    cos_ptr,  # float32 [num_tokens, half] for each rotary embedding, one after another, written
     sin_ptr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,  # add learned position embeddings
-    ROPES: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,  # ROPES HALF rounded up to a power of two
+    ANGLES: tl.constexpr,
+    BLOCK_ANGLES: tl.constexpr,  # ANGLES rounded up to a power of two
     PDL: tl.constexpr,
 ):
     """Embed tokens, and compute cos and sin of the RoPE angles at their positions. Grid (num_tokens)."""
     token = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, BLOCK_HALF)
-    inv_freq = tl.load(inv_freq_ptr + h, mask=h < ROPES * HALF, other=0.0)
-    factors = tl.load(factors_ptr + h, mask=h < ROPES * HALF, other=0.0)
+    h = tl.arange(0, BLOCK_ANGLES)
+    inv_freq = tl.load(inv_freq_ptr + h, mask=h < ANGLES, other=0.0)
+    factors = tl.load(factors_ptr + h, mask=h < ANGLES, other=0.0)
+    first = tl.load(rope_ptr + h, mask=h < ANGLES, other=0)
+    half = tl.load(rope_ptr + ANGLES + h, mask=h < ANGLES, other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -47,11 +49,11 @@ def embed_tokens(
     if PLACES:
         x += tl.load(places_ptr + position.to(tl.int64) * HIDDEN + at, mask=at < HIDDEN).to(tl.float32)
     tl.store(x_ptr + token * HIDDEN + at, x.to(x_ptr.dtype.element_ty), mask=at < HIDDEN)
-    if ROPES > 0:
+    if ANGLES > 0:
         angles = position.to(tl.float32) * inv_freq
-        to = h if ROPES == 1 else h // HALF * (tl.num_programs(0) * HALF) + h % HALF
-        tl.store(cos_ptr + token * HALF + to, tl.cos(angles) * factors, mask=h < ROPES * HALF)
-        tl.store(sin_ptr + token * HALF + to, tl.sin(angles) * factors, mask=h < ROPES * HALF)
+        to = first * tl.num_programs(0) + token * half + h - first
+        tl.store(cos_ptr + to, tl.cos(angles) * factors, mask=h < ANGLES)
+        tl.store(sin_ptr + to, tl.sin(angles) * factors, mask=h < ANGLES)
 
 
 @triton.jit
@@ -126,12 +128,14 @@ def norm_and_rotate(
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_V: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Norm q and k, and rotate their half-heads (RoPE). Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)).
 
+    NORM_V: heads of v are normed without a weight, and the grid covers them too.
     ROW: the GEMM's input x was not normed. Therefore all heads, including v, are scaled by the row's norm factor, and the grid is
     (num_tokens, cdiv(ALL_HEADS, BLOCK_H)).
     """
@@ -139,7 +143,7 @@ def norm_and_rotate(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     HALF: tl.constexpr = HEAD_DIM // 2
     h = tl.arange(0, BLOCK_HALF)[None, :]
-    TOUCHED: tl.constexpr = ALL_HEADS if ROW else HEADS + KV_HEADS
+    TOUCHED: tl.constexpr = ALL_HEADS if ROW else HEADS + (2 if NORM_V else 1) * KV_HEADS
     mask = (head < TOUCHED) & (h < HALF)
     if NORM:
         is_q = head < HEADS
@@ -159,7 +163,12 @@ def norm_and_rotate(
         scale = row_scale(x_ptr + token * ROW, row_eps, ROW, BLOCK_ROW)
         low, high = low * scale, high * scale
     rotated_low, rotated_high = rotate(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
-    if ROW:  # v is scaled, not rotated
+    if NORM_V:
+        is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+        squares = (tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None]
+        scale_v = tl.where(is_v, tl.rsqrt(squares / HEAD_DIM + eps), 1.0)
+        low, high = low * scale_v, high * scale_v
+    if ROW or NORM_V:  # v is scaled, not rotated
         rotates = head < HEADS + KV_HEADS
         low, high = tl.where(rotates, rotated_low, low), tl.where(rotates, rotated_high, high)
     else:

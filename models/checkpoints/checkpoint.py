@@ -144,7 +144,8 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
             "LLM.embed and headway serve run it"
         )
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False), ("is_encoder_decoder", False)):
-        if key in config and config[key] is not None and bool(config[key]) is not causal:
+        # `vision` makes only images bidirectional (Gemma 4)
+        if key in config and config[key] not in (None, "vision") and bool(config[key]) is not causal:
             raise ModelError(
                 f"model {folder}: needs causal attention, got {key}={str(config[key]).lower()} in config.json; Headway computes "
                 "decoders that generate text"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headway.core.contract.errors import ModelError
-from headway.models.config import BeyondDecoderError, TensorNames
+from headway.models.config import BeyondDecoderError, LayerConfig, LayerInputsConfig, TensorNames
 
 
 def size_of(config: Any, key: str, least: int = 1) -> int:
@@ -36,6 +37,92 @@ def gemma2(config: Any) -> dict[str, Any]:
         "softcap": config.attn_logit_softcapping,
         "logit_softcap": config.final_logit_softcapping,
     }
+
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+def layer_kinds(config: Any, default: str = FULL) -> list[str]:
+    """Return the kind of each layer's attention, SLIDING or FULL. default: kind of all layers if `layer_types` is not stated.
+
+    :raises ModelError: if there is not one kind for each layer.
+    :raises BeyondDecoderError: if a kind is unknown.
+    """
+    count = config.num_hidden_layers
+    kinds = list(getattr(config, "layer_types", None) or [default] * count)
+    if len(kinds) != count:
+        raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
+    unknown = sorted(set(kinds) - {SLIDING, FULL})
+    if unknown:
+        raise BeyondDecoderError(f"layer_types: needs {SLIDING} or {FULL}, got {', '.join(map(str, unknown))}")
+    return kinds
+
+
+def config_of_layer(config: Any, index: int) -> Any:
+    """Return the configuration of one layer if its layers have different sizes (`per_layer_config`), else `config`."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+
+def gemma4(config: Any) -> dict[str, Any]:
+    """Return the options of Gemma 4's text models: other sizes in global layers, shared KV caches, and per-layer inputs."""
+    if config.use_bidirectional_attention == "all":
+        raise BeyondDecoderError("use_bidirectional_attention: needs null or vision, got all")
+    if getattr(config, "enable_moe_block", False):
+        raise BeyondDecoderError("enable_moe_block: needs false, got true")
+    of_layers = (config.to_dict().get("per_layer_config") or {}).values()
+    others = sorted({key for each in of_layers for key in each} - {"head_dim", "num_key_value_heads"})
+    if others:
+        raise BeyondDecoderError(f"per_layer_config: needs head_dim and num_key_value_heads only, got {', '.join(others)}")
+    layers = _gemma4_layers(config)
+    shared = [index for index, layer in enumerate(layers) if layer.shares_kv is not None]
+    unused = [
+        f"{prefix}.layers.{index}.self_attn.{name}"
+        for prefix in ("model", "model.language_model")
+        for index in shared
+        for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    ]
+    size, inputs = getattr(config, "hidden_size_per_layer_input", None), None
+    if size:
+        vocab = size_of(config, "vocab_size_per_layer_input", config.vocab_size)
+        inputs = LayerInputsConfig(vocab, len(layers), size_of(config, "hidden_size_per_layer_input"))
+    return {
+        **biases(config),
+        "layers": layers,
+        "layer_inputs": inputs,
+        "names": replace(GEMMA4_NAMES, ignored_modules=(*GEMMA4_NAMES.ignored_modules, *unused)),
+        "embedding_scale": config.hidden_size**0.5,
+        "activation": config.hidden_activation,
+        "scale": 1.0,
+        "qk_norm": "head",
+        "v_norm": True,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+
+
+def _gemma4_layers(config: Any) -> list[LayerConfig]:
+    """Return the sizes of Gemma 4's layers. The last `num_kv_shared_layers` layers read the KV caches of earlier layers."""
+    kinds, count = layer_kinds(config), config.num_hidden_layers
+    first = count - size_of(config, "num_kv_shared_layers", 0)
+    own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    missing = sorted(set(kinds) - set(own))
+    if missing:
+        need = f"at most {count - 1}, with a layer of each kind that has a KV cache"
+        raise ModelError(f"num_kv_shared_layers: needs {need}, got {config.num_kv_shared_layers} (no {missing[0]} has one)")
+    layers = []
+    for index, kind in enumerate(kinds):
+        sizes = config_of_layer(config, index)
+        layers.append(
+            LayerConfig(
+                sliding_window=size_of(config, "sliding_window") if kind == SLIDING else None,
+                head_dim=size_of(sizes, "head_dim"),
+                num_kv_heads=size_of(sizes, "num_key_value_heads"),
+                intermediate_size=config.intermediate_size * (2 if index >= first and config.use_double_wide_mlp else 1),
+                value_is_key=config.attention_k_eq_v and kind == FULL,
+                shares_kv=own[kind] if index >= first else None,
+            )
+        )
+    return layers
 
 
 def qwen3(config: Any) -> dict[str, Any]:
@@ -110,6 +197,12 @@ GEMMA2_NAMES = TensorNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
+)
+GEMMA4_NAMES = replace(
+    GEMMA2_NAMES,
+    scalar="layer_scalar",
+    ignored_modules=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio."),
+    aliases=(("model.", "model.language_model."),),
 )
 GPT2_NAMES = TensorNames(
     embed="transformer.wte",

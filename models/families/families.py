@@ -19,6 +19,7 @@ from headway.models.config import (
     TensorNames,
 )
 from headway.models.families import dense, experts, hybrid, mamba
+from headway.models.families.dense import FULL, SLIDING, config_of_layer, layer_kinds
 from headway.models.families.rope import read_rope
 
 
@@ -44,6 +45,8 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", lambda config: {**dense.gemma2(config), "qk_norm": "head"}, dense.GEMMA2_NAMES),
+    "gemma4_text": Family("Gemma4ForCausalLM", dense.gemma4, dense.GEMMA4_NAMES, windowed=False),
+    "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", dense.gemma4, dense.GEMMA4_NAMES, windowed=False),
     "gpt2": Family("GPT2LMHeadModel", dense.gpt2, dense.GPT2_NAMES, windowed=False),
     "gpt_oss": Family("GptOssForCausalLM", experts.gpt_oss, experts.GPT_OSS_NAMES),
     "granite": Family("GraniteForCausalLM", dense.granite, windowed=False),
@@ -75,7 +78,7 @@ FAMILIES: dict[str, Family] = {
 }
 """Model families keyed by model_type. SmolLM and SmolLM2 have Llama's model_type."""
 
-TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
+TEXT_PARTS = ("gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")
 """Multimodal model types whose text_config belongs to a family in FAMILIES; the decoder runs only that text model."""
 
 ACTIVATION_NAMES: dict[str, Activation] = {
@@ -107,23 +110,24 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
         raise BeyondDecoderError(f"model architecture: needs one of {known_architectures()}, got {named}")
     family = FAMILIES[kind]
     options = family.options(config)
+    whole, config = config, config_of_layer(config, 0)
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and hidden % heads:
         raise ModelError(f"num_attention_heads: needs a divisor of hidden_size={hidden}, got {heads}")
     head_dim = head_dim or hidden // heads
     window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
-    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None), longest)
-    if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
-        raise BeyondDecoderError(
-            f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
-        )
+    layers, ropes = _layers(whole, head_dim, window, options.pop("rotated", None), options.pop("layers", None), longest)
+    partial = [rope.rotary_dim / len(rope.inv_freq) / 2 for rope in ropes]
+    if set(partial) - {1.0} and not family.partial_rotary:
+        raise BeyondDecoderError(f"partial_rotary_factor: needs 1 in {family.architecture}, got {min(partial):g}")
     read: dict[str, Any] = {
         "intermediate_size": getattr(config, "intermediate_size", None),
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "scale": head_dim**-0.5,
         "norm_eps": getattr(config, "rms_norm_eps", None),
         "activation": getattr(config, "hidden_act", None),
+        "names": family.names,
         **options,
     }
     without_experts = read.pop("dense_layers", ()) if "experts" in read else range(len(layers))
@@ -142,7 +146,6 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
         ropes=ropes,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        names=family.names,
         **read,
     )
 
@@ -196,25 +199,26 @@ def _layers(
     """
     count = config.num_hidden_layers
     if parts is None:
-        kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
+        kinds, parts = layer_kinds(config, SLIDING), [LayerConfig()] * count
     else:
-        kinds = [_SLIDING if window is not None and layer.attention else "full_attention" for layer in parts]
+        windows = [(layer.sliding_window or window) if layer.attention else None for layer in parts]
+        kinds = [FULL if each is None else SLIDING for each in windows]
         rotated = [layer.attention and rotates for layer, rotates in zip(parts, rotated or [True] * len(parts), strict=True)]
-    if len(kinds) != count:
-        raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
-    unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
-    if unknown:
-        raise BeyondDecoderError(f"layer_types: needs {_SLIDING} or full_attention, got {', '.join(map(str, unknown))}")
     rotated = [True] * count if rotated is None else rotated
     rotated_kinds = dict.fromkeys(kind for kind, rotates in zip(kinds, rotated, strict=True) if rotates)
     by_kind = set(kinds) <= set(config.rope_parameters or ()) if rotated_kinds else False
-    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in rotated_kinds}
+    found = {}
+    for kind in rotated_kinds:
+        first = kinds.index(kind)
+        of_kind = config_of_layer(config, first)
+        found[kind] = read_rope(of_kind, parts[first].head_dim or head_dim, kind if by_kind else None, longest)
     ropes = tuple(dict.fromkeys(found.values()))
     layers = [
-        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if rotates else None)
+        replace(
+            layer,
+            sliding_window=(layer.sliding_window or window) if kind == SLIDING else None,
+            rope=ropes.index(found[kind]) if rotates else None,
+        )
         for layer, kind, rotates in zip(parts, kinds, rotated, strict=True)
     ]
     return tuple(layers), ropes
-
-
-_SLIDING = "sliding_attention"

@@ -31,6 +31,8 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
     kind = parameters.get("rope_type", "default")
     partial = parameters.get("partial_rotary_factor")
     rotary_dim = int(head_dim * (1.0 if partial is None else min(_above_zero(parameters, "partial_rotary_factor"), 2.0)))
+    if kind == "proportional":
+        rotary_dim -= rotary_dim % 2
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelError(f"partial_rotary_factor: needs an even part of head_dim={head_dim}, got {partial}")
     factor = 1.0
@@ -40,6 +42,10 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
             inv_freq = inv_freq / _above_zero(parameters, "factor")
         if kind == "llama3":
             inv_freq = _llama3(inv_freq, parameters)
+    elif kind == "proportional":  # as many pairs of the whole head rotate, and the others have frequency 0 (Gemma 4)
+        inv_freq = 1.0 / theta ** (torch.arange(0, rotary_dim, 2).float() / head_dim) / _above_zero(parameters, "factor", 1.0)
+        inv_freq = torch.cat([inv_freq, inv_freq.new_zeros((head_dim - rotary_dim) // 2)])
+        rotary_dim = head_dim
     elif kind in ("yarn", "longrope"):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -50,7 +56,7 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
         nested = {} if layer_type is None else {"layer_type": layer_type}
         inv_freq, factor = compute(config, torch.device("cpu"), seq_len=longest or config.max_position_embeddings, **nested)
     else:  # `dynamic` depends on the length of the sequence
-        raise BeyondDecoderError(f"rope_type: needs default, linear, llama3, yarn or longrope, got {kind}")
+        raise BeyondDecoderError(f"rope_type: needs default, linear, llama3, yarn, longrope or proportional, got {kind}")
     still = (head_dim - rotary_dim) // 2
     return RopeConfig((*inv_freq.tolist(), *[0.0] * still), (*[factor] * (rotary_dim // 2), *[1.0] * still), rotary_dim)
 
@@ -107,8 +113,13 @@ def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tens
 
 
 def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the frequencies and the factors of all rotary embeddings, both float32 [ropes, head_dim / 2]."""
-    rows = [[rope.inv_freq for rope in ropes], [rope.factors for rope in ropes]]
+    """Return the frequencies and the factors of all rotary embeddings, both float32 [ropes, head_dim / 2]. Rows of layers with
+    smaller heads are padded with zeros."""
+    wide = max((len(rope.inv_freq) for rope in ropes), default=0)
+    rows = [
+        [(*row, *[0.0] * (wide - len(row))) for row in each]
+        for each in ([rope.inv_freq for rope in ropes], [rope.factors for rope in ropes])
+    ]
     inv_freq, factors = torch.tensor(rows, dtype=torch.float32, device=device).reshape(2, len(ropes), -1 if ropes else 0)
     return inv_freq, factors
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.model import Attention, StateLayer
@@ -17,7 +18,6 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2
 from headway.kernels.experts.bound import Experts, ExpertsKind, ExpertsOptions
 from headway.kernels.experts.weights import RoutedWeights, each_expert
-from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.choice import LinearChoice, LinearKernels
 from headway.kernels.linear.linear import Linear
 from headway.kernels.lora.bank import AdapterBank
@@ -25,12 +25,12 @@ from headway.kernels.lora.operations import adapted_operations
 from headway.kernels.runtime.native.library import functions, native_support
 from headway.kernels.step.invariant import TILE_ROWS, invariant_operations
 from headway.kernels.step.native import NativeOperations, RecordedLayers
-from headway.kernels.step.operations import Embedding, Gate, Heads, Norm, NormShare, Operations, Rope, TorchOperations
+from headway.kernels.step.operations import Embedding, Gate, Norm, Operations, Rope, TorchOperations
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import WeightSource
-from headway.models.config import DecoderConfig, LayerConfig, cached_spec
-from headway.models.families.rope import rope_tables, rotary_order
-from headway.models.layers.latent_attention import LatentAttention
+from headway.models.config import DecoderConfig, LayerInputsConfig
+from headway.models.families.rope import rope_tables
+from headway.models.layers.attention import LatentAttention, SelfAttention
 from headway.models.layers.ranked import SumsInOrder, over_ranks
 from headway.models.layers.state_parts import GatedDelta, KimiDelta, Lightning, Mamba1, Mamba2, ShortConvolution, StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
@@ -136,116 +136,6 @@ class ExpertsMLP:
         return self.compute(x, None if self._normed_scaled is None else ops.norm(x, self._normed_scaled))
 
 
-class SelfAttention:
-    """Multi-head, grouped-query or multi-query attention."""
-
-    def __init__(
-        self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
-    ) -> None:
-        """place: index among the model's attention layers. batch_invariant: True if the attention backend must be
-        batch-invariant."""
-        self._place = place
-        names = config.names
-        hidden, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = tensors.shard.heads, tensors.shard.kv_heads
-        q, kv = heads * (2 * dim if config.output_gate else dim), kv_heads * dim
-        order = None if layer.rope is None else _order(config, config.ropes[layer.rope].rotary_dim)
-        sizes = {names.qkv[0]: q + kv + kv} if len(names.qkv) == 1 else dict(zip(names.qkv, (q, kv, kv), strict=True))
-        self.norm = tensors.norm_if_any(names.attention_norm, hidden)
-        self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order), _scales(config))
-        q_norm, k_norm = _head_norms(config, tensors, order)
-        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm)
-        scale = config.residual_scale * config.multipliers.attention
-        self.out_proj = tensors.linear({names.o: hidden}, heads * dim, config.o_bias, scale=scale)
-        self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
-        self.gate = Gate("sigmoid") if config.output_gate else None
-        self._can_absorb = layer.rope is not None and not self.heads.whole_norm
-        weights, sinks = tensors.weights, None
-        if config.sinks:
-            held = tensors.take(names.sinks, heads)
-            sinks = tuple(([0.0] * heads.size) if held.is_meta else held.tolist())
-        self.spec = cached_spec(config, layer, weights.dtype, weights.device, sinks=sinks, batch_invariant=batch_invariant)
-
-    @property
-    def linears(self) -> list[Linear]:
-        """Linear layers of this part, in the order of computation."""
-        return [self.qkv_proj, self.out_proj]
-
-    def absorb_norms(self, ops: Operations) -> None:
-        """Merge the norm into the linear layer after it, if the operations support merging."""
-        if self.norm is not None and self._can_absorb:
-            norm, qkv_proj = ops.absorb(self.norm, self.qkv_proj)
-            self.norm = norm
-            self.qkv_proj = qkv_proj
-
-    def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the updated residual stream. x: [num_tokens, hidden_size], overwritten. rope: from `Operations.embed`."""
-        return self.add(x, self.mix(x, rope, ops, attention), ops)
-
-    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return the input of the output projection, as `StatePart.mix` does."""
-        q, k, v = ops.norm_qkv(x, self.norm, self.qkv_proj, self.heads, rope)
-        if self.gate is None:
-            return attention(self._place, q, k, v).flatten(1)
-        v, by = v.tensor_split([self.heads.num_kv_heads], dim=1)
-        return ops.gate(attention(self._place, q, k, v).flatten(1), by.flatten(1), self.gate)
-
-    def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """Return the updated residual stream, as `StatePart.add` does."""
-        if self.post_norm is None:
-            return ops.add_product(x, mixed, self.out_proj)
-        return ops.add_norm(x, ops.product(mixed, self.out_proj), self.post_norm)
-
-
-def _order(config: DecoderConfig, rotary_dim: int) -> list[int] | None:
-    """Return the order of a head's elements for half-split RoPE; None means the checkpoint's order."""
-    return None if rotary_dim == config.head_dim else rotary_order(config.head_dim, rotary_dim)
-
-
-def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
-    """Return the row order of the merged projection: q and k with heads in `order`, then v, then the gates of the heads."""
-    if order is None and not config.output_gate:
-        return None
-    dim, order = config.head_dim, order or [*range(config.head_dim)]
-    stride = 2 * dim if config.output_gate else dim  # a head's query, followed by its gate
-    first_kv = config.num_heads * stride
-    queries = [head * stride + element for head in range(config.num_heads) for element in order]
-    keys = [first_kv + head * dim + element for head in range(config.num_kv_heads) for element in order]
-    values = range(first_kv + config.num_kv_heads * dim, first_kv + 2 * config.num_kv_heads * dim)
-    gates = [head * stride + row for head in range(config.num_heads) for row in range(dim, stride)]
-    return [*queries, *keys, *values, *gates]
-
-
-def _scales(config: DecoderConfig) -> float | list[float]:
-    """Return the factor of all rows of the merged projection, or one factor per row."""
-    q, k, v = config.multipliers.qkv
-    if q == k == v == 1.0:
-        return 1.0
-    kv_size = config.num_kv_heads * config.head_dim
-    return [q] * (config.num_heads * config.head_dim) + [k] * kv_size + [v] * kv_size
-
-
-def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] | None) -> tuple[Norm | None, Norm | None]:
-    """Return the norms of q and k, with weights in `order` within each head; None without QK-norm."""
-    if config.qk_norm is None:
-        return None, None
-    of_all = config.qk_norm == "whole"
-    counts = (tensors.shard.heads, tensors.shard.kv_heads) if of_all else (Axis.all(1), Axis.all(1))
-    share = None if all(count.is_whole for count in counts) else NormShare(tensors.ranks)
-    modules = config.names.q_norm, config.names.k_norm
-    norms = [tensors.norm(module, count * config.head_dim) for module, count in zip(modules, counts, strict=True)]
-    q_norm, k_norm = (
-        replace(norm, weight=_ordered(norm.weight, count.size, order), share=share)
-        for norm, count in zip(norms, counts, strict=True)
-    )
-    return q_norm, k_norm
-
-
-def _ordered(weight: Tensor, count: int, order: list[int] | None) -> Tensor:
-    """Return a norm's weight with the elements of each head in `order`."""
-    return weight if order is None else weight.view(count, -1)[:, order].flatten()
-
-
 AttentionPart = SelfAttention | LatentAttention
 """Attention part of a layer."""
 MixerPart = AttentionPart | StatePart
@@ -286,30 +176,98 @@ class SideBySide:
 
 
 def operations_for(
-    inv_freq: Tensor, factors: Tensor, kernels: LinearKernels | None = None, experts: ExpertsOptions | None = None
+    inv_freq: Tensor,
+    factors: Tensor,
+    kernels: LinearKernels | None = None,
+    experts: ExpertsOptions | None = None,
+    halves: Sequence[int] = (),
 ) -> Operations:
     """Return the operations of the device: fused kernels on a GPU with Triton, C code on a CPU with a compiler, else torch.
 
     inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, from `rope_tables`. kernels, experts: kernels for
-    linear layers and for MoE layers; None means Headway's own.
+    linear layers and for MoE layers; None means Headway's own. halves: see `ropes_of`.
     """
     if inv_freq.device.type == "cpu":
-        return _on_cpu(inv_freq, factors, experts)
+        return _on_cpu(inv_freq, factors, experts, halves)
     if inv_freq.device.type != "cuda":
-        return TorchOperations(inv_freq, factors, experts)
+        return TorchOperations(inv_freq, factors, experts, halves)
     try:
         from headway.kernels.step.fused import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
-        return TorchOperations(inv_freq, factors, experts)
-    return Fused(inv_freq, factors, kernels, experts)
+        return TorchOperations(inv_freq, factors, experts, halves)
+    return Fused(inv_freq, factors, kernels, experts, halves)
 
 
-def _on_cpu(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None) -> Operations:
+def _on_cpu(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None, halves: Sequence[int]) -> Operations:
     found = functions()
     if found is not None:
-        return NativeOperations(inv_freq, factors, found, experts)
+        return NativeOperations(inv_freq, factors, found, experts, halves)
     log.warning("model: decode steps run on torch, up to twice as slow as Headway's C: %s", native_support())
-    return TorchOperations(inv_freq, factors, experts)
+    return TorchOperations(inv_freq, factors, experts, halves)
+
+
+class LayerInputs:
+    """Per-layer inputs: every layer's own embedding of each token, mixed with a projection of the token's embedding (Gemma 4)."""
+
+    def __init__(self, config: DecoderConfig, sizes: LayerInputsConfig, tensors: LayerTensors) -> None:
+        names, rows = config.names.inputs, sizes.num_layers * sizes.size
+        self._size = sizes.size
+        self.table = tensors.take(f"{names.table}.weight", sizes.vocab_size, rows)
+        self._scale = _rounded(sizes.size**0.5, self.table) * 0.5**0.5
+        self.proj = tensors.linear({names.proj: rows}, config.hidden_size, False)
+        norm = tensors.norm(names.norm, sizes.size)
+        # The projection is to be divided by hidden_size ** 0.5, which its norm undoes, except for the epsilon.
+        self.norm = Norm(norm.weight.float() * 0.5**0.5, norm.eps * config.hidden_size)
+
+    def __call__(self, input_ids: Tensor, x: Tensor, ops: Operations) -> list[Tensor]:
+        """Return the input of each layer, [num_tokens, size]. x: [num_tokens, hidden_size], the embedded tokens."""
+        own, size = embedding(input_ids, self.table).mul_(self._scale), self._size
+        projected = ops.product(x, self.proj)
+        return list(ops.add_norm(own.view(-1, size), projected.view(-1, size), self.norm).view_as(own).split(size, dim=1))
+
+
+class LayerInput:
+    """Part of a layer that adds the layer's input, gated by the residual stream, to the residual stream (Gemma 4)."""
+
+    def __init__(self, config: DecoderConfig, sizes: LayerInputsConfig, tensors: LayerTensors) -> None:
+        names, hidden = config.names.inputs, config.hidden_size
+        self._activation = config.activation
+        self.gate_proj = tensors.linear({names.gate: sizes.size}, hidden, False)
+        self.out_proj = tensors.linear({names.out: hidden}, sizes.size, False)
+        self.post_norm = tensors.norm(names.post_norm, hidden)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Linear layers of this part, in the order of computation."""
+        return [self.gate_proj, self.out_proj]
+
+    def absorb_norms(self, ops: Operations) -> None:
+        """Do nothing: the part has no norm before a linear layer."""
+
+    def __call__(self, x: Tensor, of_layer: Tensor, ops: Operations) -> Tensor:
+        """Return the updated residual stream. x: [num_tokens, hidden_size], overwritten. of_layer: [num_tokens, size]."""
+        inner = ops.gate(ops.norm_product(x, None, self.gate_proj, self._activation), of_layer, Gate("none"))
+        return ops.add_norm(x, ops.product(inner, self.out_proj), self.post_norm)
+
+
+class SharedKeys:
+    """Attention of one step that passes the keys and values of a layer to the later layers that share them (Gemma 4 E2B).
+
+    Those layers write the same keys and values into the same cache once more.
+    """
+
+    def __init__(self, attention: Attention, sources: Container[int]) -> None:
+        """sources: places of the KV caches that several layers read."""
+        self._attention = attention
+        self._sources = sources
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.state = attention.state
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return a layer's attention, as `Attention` does. k, v: without heads if the layer shares another layer's."""
+        if layer in self._sources:
+            k, v = self._held.setdefault(layer, (k, v))
+        return self._attention(layer, q, k, v)
 
 
 class Decoder:
@@ -351,11 +309,14 @@ class Decoder:
         self.attention_specs: list[AttentionSpec] = []
         self.state_layers: list[StateLayer] = []
         self.layers: list[DecoderLayer] = []
+        inputs = config.layer_inputs
+        self.layer_inputs = None if inputs is None else LayerInputs(config, inputs, tensors)
+        self._shared = {config.place_of(index) for index, layer in enumerate(config.layers) if layer.shares_kv is not None}
         for index in range(config.num_layers):
-            places = len(self.attention_specs), len(self.state_layers)
+            places = config.place_of(index), len(self.state_layers)
             layer = DecoderLayer(shard.own, index, places, tensors, batch_invariant)
             self.layers.append(layer)
-            self.attention_specs += [] if layer.attention is None else [layer.attention.spec]
+            self.attention_specs += [layer.attention.spec] if layer.caches and layer.attention is not None else []
             self.state_layers += [] if layer.state is None else layer.state.state_layers
         self.norm = _scaled(tensors.norm(names.norm, config.hidden_size), config.logit_scale)
         self.lm_head = _head(config, weights, tensors, vocabulary, table)
@@ -372,32 +333,38 @@ class Decoder:
         self.operations = over_ranks(self.operations, ranks)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
-        parts = [layer.attention for layer in self.layers if layer.attention is not None]
+        parts = [layer.attention for layer in self.layers if layer.caches]
         self.latent_layers = {
             index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
         }
-        self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
+        self.kv_scales = [layer.kv_scales for layer in self.layers if layer.caches]
         """k_scale and v_scale of each attention layer's FP8 cache, from the checkpoint; 1 if the checkpoint has no scales."""
 
     @property
     def _linears(self) -> list[Linear]:
-        return [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
+        inputs = [] if self.layer_inputs is None else [self.layer_inputs.proj]
+        return [self.lm_head, *inputs, *(linear for layer in self.layers for linear in layer.linears)]
 
     def _operations(self, ranks: Ranks, experts: ExpertsOptions | None) -> Operations:
         """Return the operations of this device. If they are Headway's C code on a single rank, also prepare the C code to run
         whole layers."""
         inv_freq, factors = rope_tables(self.config.ropes, self.device)
-        operations = operations_for(inv_freq, factors, self._kernels, experts)
+        halves = [len(rope.inv_freq) for rope in self.config.ropes]
+        operations = operations_for(inv_freq, factors, self._kernels, experts, halves)
         if self._invariant:
             operations = invariant_operations(operations, self._linears, self.device, experts)
-        own = operations if isinstance(operations, NativeOperations) and ranks.size == 1 else None
+        plain = ranks.size == 1 and self.layer_inputs is None
+        own = operations if isinstance(operations, NativeOperations) and plain else None
         self.recorded = None if own is None else RecordedLayers(own.functions)
         """Runner of all layers in a single call of Headway's C code. None means that Python runs each part."""
         return operations
 
     def part(self, index: int | None) -> object:
-        """Return the layer at `index`; for None, return the embedding, the final norm and the output head."""
-        return (self.embed, self.norm, self.lm_head) if index is None else self.layers[index]
+        """Return the layer at `index`; for None, return the embeddings, the final norm and the output head."""
+        if index is not None:
+            return self.layers[index]
+        inputs = [] if self.layer_inputs is None else [self.layer_inputs, self.layer_inputs.proj]
+        return (self.embed, self.norm, self.lm_head, *inputs)
 
     def rebuilt(self, index: int | None, weights: WeightSource) -> object:
         """Return a new part for the same index as in `part`, built from `weights`. Tensor parallelism is not supported. Raises
@@ -405,8 +372,7 @@ class Decoder:
         if index is None:
             return Decoder(replace(self.config, layers=()), weights, self._invariant, kernels=self._kernels).part(None)
         shard = ModelShard(self.config, by_expert=weights.device.type == "cpu")
-        before = self.layers[:index]
-        places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
+        places = self.config.place_of(index), sum(each.num_states for each in self.layers[:index])
         tensors = LayerTensors(shard.own, weights, shard, ONE_RANK, kernels=self._kernels)
         layer = DecoderLayer(shard.own, index, places, tensors, self._invariant)
         layer.absorb_norms(self.operations)
@@ -449,9 +415,9 @@ class Decoder:
         return self.config.max_position_embeddings
 
     @property
-    def embedding_size(self) -> int:
-        """Number of elements of an embedded input, which is the hidden size."""
-        return self.config.hidden_size
+    def embedding_size(self) -> int | None:
+        """Number of elements of an embedded input, which is the hidden size. None if every layer embeds the tokens too."""
+        return self.config.hidden_size if self.layer_inputs is None else None
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, attention: Attention, embedded: Sequence[tuple[int, Tensor]] = ()
@@ -467,17 +433,21 @@ class Decoder:
             x[own] = rows.to(x.dtype)
             if self.embed.positions is not None:
                 x[own] += self.embed.positions[positions[own]]
+        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, x, self.operations)
         adapted = self.adapters is not None and self.adapters.slots is not None
         kind = None if self.recorded is None or adapted else getattr(attention, "step_kind", None)
         if self.recorded is None or kind is None:
-            x = self._run_layers(x, ropes, attention)
+            x = self._run_layers(x, ropes, attention, inputs)
         else:
             x = self.recorded(self._run_layers, kind, x, ropes, attention)
         return self.operations.norm(x, self.norm)
 
-    def _run_layers(self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, ropes, self.operations, attention)
+    def _run_layers(
+        self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention, inputs: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        attention = SharedKeys(attention, self._shared) if self._shared else attention
+        for index, layer in enumerate(self.layers):
+            x = layer(x, ropes, self.operations, attention, None if inputs is None else inputs[index])
         return x
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -498,9 +468,10 @@ class DecoderLayer:
         """config: configuration of this rank's shard. places: number of attention layers and number of recurrent layers before
         this layer. tensors: reader of the model's tensors."""
         layer = config.layers[index]
-        config = config if layer.names is None else replace(config, names=layer.names)
-        tensors = tensors.below(config.names.layer.format(index), config)
+        config = config.of_layer(layer)
+        tensors = tensors.of_layer(index, config)
         self._rope = layer.rope
+        self.caches = layer.caches
         self.attention: AttentionPart | None = None
         self.state: StatePart | None = None
         if layer.attention:
@@ -523,6 +494,8 @@ class DecoderLayer:
         if layer.mlp is not None:
             scale = None if layer.normed_scales is None else layer.normed_scales[1]
             self.mlp = ExpertsMLP(config, tensors, scale) if layer.mlp == "experts" else MLP(config, tensors)
+        self.input = None if config.layer_inputs is None else LayerInput(config, config.layer_inputs, tensors)
+        self._scalar = None if config.names.scalar is None else tensors.take(config.names.scalar, 1)
 
     def absorb_norms(self, ops: Operations) -> None:
         """Merge norms into the linear layers after them, if the operations support it."""
@@ -540,14 +513,20 @@ class DecoderLayer:
         return [linear for part in self._parts for linear in part.linears]
 
     @property
-    def _parts(self) -> list[MixerPart | MLP | ExpertsMLP]:
-        return [part for part in (self.attention, self.state, self.mlp) if part is not None]
+    def _parts(self) -> list[MixerPart | MLP | ExpertsMLP | LayerInput]:
+        return [part for part in (self.attention, self.state, self.mlp, self.input) if part is not None]
 
-    def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. ropes: from `Operations.embed`."""
+    def __call__(
+        self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention, own: Tensor | None = None
+    ) -> Tensor:
+        """Return the new residual stream. x: [num_tokens, hidden_size], overwritten. ropes: from `Operations.embed`. own: the
+        layer's input, from `LayerInputs`."""
         if self._mixer is not None:
             x = self._mixer(x, None if self._rope is None else ropes[self._rope], ops, attention)
-        return x if self.mlp is None else self.mlp(x, ops)
+        x = x if self.mlp is None else self.mlp(x, ops)
+        if self.input is not None and own is not None:
+            x = self.input(x, own, ops)
+        return x if self._scalar is None else x.mul_(self._scalar)
 
 
 STATE_PARTS: dict[str, type[StatePart]] = {

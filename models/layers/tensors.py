@@ -42,9 +42,10 @@ class LayerTensors:
         self.prefix = prefix
         self._config = config
 
-    def below(self, prefix: str, config: DecoderConfig) -> LayerTensors:
-        """Return a reader for the names under `prefix`, by the conventions of `config`."""
-        return LayerTensors(config, self.weights, self.shard, self.ranks, prefix, self.kernels)
+    def of_layer(self, index: int, config: DecoderConfig) -> LayerTensors:
+        """Return a reader for the tensors of the layer at `index`, by the conventions of `config`."""
+        shard, prefix = self.shard.of_layer(index), config.names.layer.format(index)
+        return LayerTensors(config, self.weights, shard, self.ranks, prefix, self.kernels)
 
     def take(self, name: str, *shape: int | Axis) -> Tensor:
         """Return one tensor of this shape in the model's dtype."""

@@ -64,7 +64,7 @@ def changed(config: PretrainedConfig, **values: Any) -> PretrainedConfig:
         (OPTConfig(hidden_size=768, word_embed_proj_dim=512), "word_embed_proj_dim: needs hidden_size=768, got 512"),
         (
             LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope_type: needs default, linear, llama3, yarn or longrope, got dynamic",
+            "rope_type: needs default, linear, llama3, yarn, longrope or proportional, got dynamic",
         ),
         (OPTConfig(activation_function="quick_gelu"), "activation_function: needs one of silu, .*got quick_gelu"),
         (LlamaConfig(rope_parameters=HALF), "partial_rotary_factor: needs 1 in LlamaForCausalLM, got 0.5"),

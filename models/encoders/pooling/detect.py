@@ -42,7 +42,7 @@ def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> Pool
         return "score"
     if any(name.endswith(_REWARDING) for name in named):
         return "reward"
-    embeds = config.get("model_type") in ENCODER_TYPES or bool(config.get("use_bidirectional_attention"))
+    embeds = config.get("model_type") in ENCODER_TYPES or config.get("use_bidirectional_attention") not in (None, False, "vision")
     return "embed" if pools or embeds or (folder / "modules.json").is_file() else None
 
 

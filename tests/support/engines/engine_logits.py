@@ -27,6 +27,10 @@ def save_random(config: PretrainedConfig, folder: Path) -> transformers.PreTrain
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):  # norms, biases, sinks: transformers begins with ones and zeros
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, number in model.named_buffers():
+            if name.endswith("layer_scalar"):  # Gemma 4; all are 1 in the beginning
+                number.uniform_(0.5, 1.5)
+        for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # states that last, and others that do not
                 parameter.uniform_(-4, 1)
     model.save_pretrained(folder)

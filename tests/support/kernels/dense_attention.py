@@ -22,15 +22,20 @@ class DenseAttention:
         self._specs, self._latents, self._states = model.attention_specs, latent_layers(model), state_layers(model)
         self._kept: dict[tuple[str, int, int], Any] = {}
         self._step: list[tuple[int, int]] = []
+        self._called: set[int] = set()
 
     def begin(self, step: Sequence[tuple[int, int]]) -> None:
         """step: number of a sequence, and how many tokens it has in the step; as their tokens are packed."""
         self._step = [*step]
+        self._called = set()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec, counts, outs = self._specs[layer], [count for _, count in self._step], []
         for (seq, count), queries, *new in zip(self._step, *(tensor.split(counts) for tensor in (q, k, v)), strict=True):
             before = self._kept.get(("kv", layer, seq))
+            if layer in self._called:  # of layers that share a cache, the first has written to it
+                assert all(torch.equal(held[len(held) - count :], each) for held, each in zip(before, new, strict=True))
+                before, new = [held[: len(held) - count] for held in before], new
             keys, values = new if before is None else map(torch.cat, zip(before, new, strict=True))
             self._kept["kv", layer, seq] = keys, values
             if layer in self._latents:
@@ -39,6 +44,7 @@ class DenseAttention:
             seen = ((ages >= 0) & (ages < (spec.sliding_window or len(keys)))).to(keys.device)
             heads = [tensor.transpose(0, 1) for tensor in (queries, keys, values)]
             outs.append(attend(spec, *heads, seen).transpose(0, 1))
+        self._called.add(layer)
         return torch.cat(outs)
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:

@@ -36,6 +36,7 @@ class Sizes:
     num_kv_heads: int = 1
     head_dim: int = 12
     qk_norm: bool = False
+    v_norm: bool = False
     whole_norm: bool = False
     """True if qk_norm is over all heads of q, and of k, together."""
     bias: bool = False
@@ -110,7 +111,8 @@ class Inputs:
         sizes = self.sizes
         norm = Norm(put(self.norm_weight), 1e-5, put(self.norm_bias) if sizes.layer_norm else None)
         head_norms = [Norm(put(weight), 1e-5) for weight in self.head_norms] if sizes.qk_norm else [None, None]
-        heads = Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, *head_norms)
+        v_norm = Norm(put(torch.ones(sizes.head_dim)), 1e-5) if sizes.v_norm else None
+        heads = Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, *head_norms, v_norm)
         embed = Embedding(put(self.table), 0.75, None if self.places is None else put(self.places))
         x, ropes = ops.embed(self.ids.to(device), self.positions.to(device), embed)
         results = {"embed": x, "norm": ops.norm(put(self.x), norm)}

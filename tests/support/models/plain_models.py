@@ -19,6 +19,17 @@ IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 # Large weights, so that attention is far from uniform and a wrong key shows.
 SMALL = sizes(VOCAB, 48, 80, 3, max_position_embeddings=128, initializer_range=0.2, **IDS)
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
+GEMMA4: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 7,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+}
+"""Two kinds of layers, with heads of different sizes."""
 EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 LATENT = {
     **SMALL,
@@ -60,6 +71,17 @@ ROWS: dict[str, transformers.PretrainedConfig] = {
     "gemma2": transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
     "gemma3, as the larger ones": transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=3, rope_parameters=OF_TYPES),
+    "gemma4, as 31B": transformers.Gemma4TextConfig(
+        **GEMMA4, num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=3.0
+    ),
+    "gemma4, as E2B": transformers.Gemma4TextConfig(
+        **{**GEMMA4, "num_key_value_heads": 1, "hidden_size_per_layer_input": 20},
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4_unified": transformers.Gemma4UnifiedTextConfig(
+        **{key: value for key, value in GEMMA4.items() if "per_layer" not in key}, attention_bias=True
+    ),
     "gpt2": transformers.GPT2Config(**{**SMALL, "n_inner": 100}),
     "gpt_oss": transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=7),
     "granite": transformers.GraniteConfig(
