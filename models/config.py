@@ -172,7 +172,7 @@ class LayerConfig:
     names: TensorNames | None = None
     """Names of the layer's tensors if they differ from `DecoderConfig.names`."""
     head_dim: int | None = None
-    """Number of elements per head if it differs from `DecoderConfig.head_dim`. The next two fields likewise."""
+    """Number of elements per head if it differs from `DecoderConfig.head_dim`. The next two fields are sizes of the layer too."""
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
     value_is_key: bool = False
@@ -293,11 +293,6 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
-
-    @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each attention layer in tokens; None for a layer without a window."""
-        return tuple(layer.sliding_window for layer in self.layers if layer.attention)
 
     def of_layer(self, layer: LayerConfig) -> DecoderConfig:
         """Return the configuration with the sizes and tensor names of one layer."""

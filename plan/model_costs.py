@@ -24,7 +24,7 @@ from headway.core.engine.data.state_slots import StateSlots, plan_slots
 from headway.core.select.request import LayerSpecs
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.locate import locate
-from headway.models.config import DecoderConfig
+from headway.models.config import DecoderConfig, LayerConfig
 from headway.models.families.families import TEXT_PARTS
 from headway.models.layers.decoder import STATE_PARTS
 from headway.models.loader import decoder_config, decoder_layer_specs, read_config
@@ -245,6 +245,10 @@ def rank_costs(
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size
     products = [*_attention_products(own), *_state_products(own, cut), *_mlp_products(own)]
     plain = vocab * hidden * (1 if config.tie_word_embeddings else 2)
+    if (inputs := own.layer_inputs) is not None:  # every rank has all of them
+        size_all = inputs.num_layers * inputs.size
+        plain += inputs.vocab_size * size_all
+        products += [ProductShape(size_all, hidden, 1), ProductShape(2 * inputs.size, hidden, inputs.num_layers)]
     experts = None
     if own.experts is not None:
         sparse = sum(layer.mlp == "experts" for layer in config.layers)
@@ -263,7 +267,7 @@ def rank_costs(
         plain_bytes=plain * dtype.itemsize,
         num_sums=sums if size > 1 else 0,
         itemsize=dtype.itemsize,
-        kinds=Counter(layers.cached),
+        kinds=Counter(layers.cached[own.place_of(index)] for index, layer in enumerate(own.layers) if layer.attention),
     )
 
 
@@ -284,9 +288,12 @@ def _attention_products(own: DecoderConfig) -> list[ProductShape]:
         return []
     heads, latent = own.num_heads, own.latent
     if latent is None:
-        queries, keys = heads * own.head_dim, own.num_kv_heads * own.head_dim
-        rows = (2 if own.output_gate else 1) * queries + 2 * keys
-        return [ProductShape(rows, hidden, count), ProductShape(hidden, queries, count)]
+        sizes = Counter(_rows_of_attention(own, layer) for layer in own.layers if layer.attention)
+        return [
+            shape
+            for (rows, queries), each in sizes.items()
+            for shape in (ProductShape(rows, hidden, each), ProductShape(hidden, queries, each))
+        ]
     queries = heads * latent.q_dim
     made = [ProductShape(queries, hidden, count)]
     if latent.q_lora_rank is not None:
@@ -294,6 +301,13 @@ def _attention_products(own: DecoderConfig) -> list[ProductShape]:
     made.append(ProductShape(latent.kv_dim, hidden, count))
     made.append(ProductShape(heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank, count))
     return [*made, ProductShape(hidden, heads * latent.v_head_dim, count)]
+
+
+def _rows_of_attention(own: DecoderConfig, layer: LayerConfig) -> tuple[int, int]:
+    """Return the rows of a layer's merged projection, and the columns of its output projection."""
+    sizes = own.of_layer(layer)
+    queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim if layer.caches else 0
+    return (2 if own.output_gate else 1) * queries + 2 * keys, queries
 
 
 def _state_products(own: DecoderConfig, cut: ModelShard) -> list[ProductShape]:
@@ -308,10 +322,8 @@ def _state_products(own: DecoderConfig, cut: ModelShard) -> list[ProductShape]:
 
 def _mlp_products(own: DecoderConfig) -> list[ProductShape]:
     """Return the GEMMs of dense MLPs, and of the router and shared experts in expert layers."""
-    hidden, dense = own.hidden_size, sum(layer.mlp == "dense" for layer in own.layers)
-    made = []
-    if dense:
-        inner = own.intermediate_size
+    hidden, made = own.hidden_size, list[ProductShape]()
+    for inner, dense in Counter(own.of_layer(layer).intermediate_size for layer in own.layers if layer.mlp == "dense").items():
         made += [ProductShape(inner * (2 if own.gated else 1), hidden, dense), ProductShape(hidden, inner, dense)]
     experts = own.experts
     if experts is not None and experts.shared_intermediate_size:

@@ -70,12 +70,15 @@ class Roofline:
         """config: configuration of the whole model. specs: specs of one rank. ranks: number of devices, each of which reads and
         computes a shard in parallel.
         held: bytes per element of each kind of weight. None means the model's element size."""
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        inner = config.intermediate_size * (3 if config.gated else 2)
         layers = config.layers
-        num_sparse, num_dense = (sum(layer.mlp == kind for layer in layers) for kind in ("experts", "dense"))
-        attention = (3 if config.output_gate else 2) * q_size + 2 * kv_size
-        rows = sum(layer.attention for layer in layers) * attention + num_dense * inner
+        num_sparse, rows = sum(layer.mlp == "experts" for layer in layers), 0
+        for layer in layers:
+            own = config.of_layer(layer)
+            q_size, kv_size = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim if layer.caches else 0
+            rows += ((3 if config.output_gate else 2) * q_size + 2 * kv_size) * layer.attention
+            rows += own.intermediate_size * (3 if config.gated else 2) if layer.mlp == "dense" else 0
+        if config.layer_inputs is not None:
+            rows += 3 * config.layer_inputs.num_layers * config.layer_inputs.size
         if config.state is not None:
             spec = config.state.spec
             sections = STATE_PARTS[spec.kind].sections(ModelShard(config).state)
@@ -95,8 +98,9 @@ class Roofline:
         self.weight_bytes = round((self._layer_params * self._stored.products + self._head_params * self._stored.head) / ranks)
         """Bytes that every step reads: all linear layers and the head, without routed experts. A step reads only single rows of
         the embedding, which are omitted."""
-        self.kv_bytes = sum(spec.cache_row_bytes for spec in specs)
-        """Bytes of K and V of one token, in all layers."""
+        read = [specs[config.place_of(index)] for index, layer in enumerate(layers) if layer.attention]
+        self.kv_bytes = sum(spec.cache_row_bytes for spec in read)
+        """Bytes of K and V of one token that a step reads, in all layers."""
 
     def expert_bytes(self, num_tokens: float) -> float:
         """Return the bytes of routed experts that a step with `num_tokens` touches, if experts are chosen uniformly."""
@@ -113,10 +117,11 @@ class Roofline:
         Counts linear layers for every token, attention within mask and window, and logits of the last token.
         """
         config = self._config
-        keys = sum(keys_seen(length, window) for length in prompt_lens for window in config.sliding_windows)
+        dims = [(config.of_layer(layer).head_dim, layer.sliding_window) for layer in config.layers if layer.attention]
+        elements = sum(dim * keys_seen(length, window) for length in prompt_lens for dim, window in dims)
         of_token = self._layer_params + (0 if config.experts is None else config.experts.top_k * self._expert_params)
         products = of_token * sum(prompt_lens) + self._head_params * len(prompt_lens)
-        return (2 * products + 4 * config.num_heads * config.head_dim * keys) / self._ranks
+        return (2 * products + 4 * config.num_heads * elements) / self._ranks
 
     def floor(self, stats: EngineStats, prompt_lens: Sequence[int], step_tokens: int, rates: Rates) -> Floor:
         """Return the minimum time for prompts and the counted steps. step_tokens: maximum number of tokens per step.

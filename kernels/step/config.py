@@ -1,9 +1,12 @@
-"""Names and sizes that model configurations and kernels share: activations and multi-head latent attention (MLA)."""
+"""Names and sizes that model configurations and kernels share: activations, rotary embeddings, latent attention (MLA)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -37,3 +40,12 @@ class LatentConfig:
     def kv_dim(self) -> int:
         """Number of elements cached per token: the latent, followed by the key's rotary part."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+def ropes_of(inv_freq: Tensor, factors: Tensor, halves: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return the frequencies and factors of each rotary embedding.
+
+    halves: number of frequencies of each; the rest of a row is padding. Empty means that no row is padded.
+    """
+    sizes = halves or [inv_freq.shape[1]] * len(inv_freq)
+    return [(row[:half], factor[:half]) for row, factor, half in zip(inv_freq, factors, sizes, strict=True)]

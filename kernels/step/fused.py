@@ -20,7 +20,7 @@ from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import ON_GPU, LinearChoice, LinearKernels, builtin_kernels
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.triton_launch import FixedLauncher
-from headway.kernels.step.config import Activation, LatentConfig
+from headway.kernels.step.config import Activation, LatentConfig, ropes_of
 from headway.kernels.step.latent_kernels import FusedLatentLayer, LatentKernels
 from headway.kernels.step.operations import (
     ACTIVATE,
@@ -35,7 +35,6 @@ from headway.kernels.step.operations import (
     bound,
     bound_step,
     norm_heads,
-    ropes_of,
 )
 from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 

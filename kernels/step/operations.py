@@ -22,7 +22,7 @@ from headway.kernels.experts.plain import TorchExperts, front_of
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import NUM_BUCKETS, LinearChoice
 from headway.kernels.linear.linear import Linear
-from headway.kernels.step.config import ACTIVATIONS, Activation, GateActivation, LatentConfig
+from headway.kernels.step.config import ACTIVATIONS, Activation, GateActivation, LatentConfig, ropes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +299,7 @@ def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
 def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
     """Return normed q and k, each [rows, size of its norm]. A norm covers one head, or all heads of a token, possibly across
     ranks."""
-    assert heads.q_norm is not None
-    assert heads.k_norm is not None
+    assert heads.q_norm is not None and heads.k_norm is not None  # noqa: PT018
     share = heads.q_norm.share
     if share is None:
         return ops.norm(q, heads.q_norm), ops.norm(k, heads.k_norm)
@@ -313,8 +312,7 @@ def norm_values(ops: Operations, v: Tensor, heads: Heads) -> Tensor:
     if heads.v_norm is None:
         return v
     values, more = v.tensor_split([heads.num_kv_heads], dim=1)
-    normed = ops.norm(values.reshape(-1, heads.head_dim), heads.v_norm).view_as(values)
-    return torch.cat([normed, more], dim=1) if more.shape[1] else normed
+    return torch.cat([ops.norm(values.reshape(-1, heads.head_dim), heads.v_norm).view_as(values), more], dim=1)
 
 
 def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
@@ -460,11 +458,8 @@ class TorchOperations(Operations):
     def __init__(
         self, inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None = None, halves: Sequence[int] = ()
     ) -> None:
-        """Prepare the operations.
-
-        inv_freq, factors: float32 [ropes, head_dim / 2]; see `rope.rope_tables`. experts: options for MoE layers. None means
-            Headway's own kernels. halves: see `ropes_of`.
-        """
+        """inv_freq, factors: float32 [ropes, head_dim / 2]; see `rope.rope_tables`. experts: options for MoE layers. None means
+        Headway's own kernels. halves: see `ropes_of`."""
         self._ropes = ropes_of(inv_freq, factors, halves)
         self._experts = experts_by(self, experts or ExpertsOptions())
 
@@ -597,15 +592,6 @@ def experts_by(ops: Operations, options: ExpertsOptions, gate: Callable[[Tensor]
         return None if is_own(kernel) else kernel(spec)
 
     return ExpertsLayers(options, partial(front_of, ops.norm, ops.product), make)
-
-
-def ropes_of(inv_freq: Tensor, factors: Tensor, halves: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the frequencies and factors of each rotary embedding.
-
-    halves: number of frequencies of each; the rest of a row is padding. Empty means that no row is padded.
-    """
-    sizes = halves or [inv_freq.shape[1]] * len(inv_freq)
-    return [(row[:half], factor[:half]) for row, factor, half in zip(inv_freq, factors, sizes, strict=True)]
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

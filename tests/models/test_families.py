@@ -21,6 +21,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     OPTConfig,
@@ -77,6 +78,21 @@ def changed(config: PretrainedConfig, **values: Any) -> PretrainedConfig:
             changed(Gemma3TextConfig(), layer_types=["linear_attention"] * 26),
             "layer_types: needs sliding_attention or full_attention, got linear_attention",
         ),
+        (Gemma4TextConfig(use_bidirectional_attention="all"), "use_bidirectional_attention: needs null or vision, got all"),
+        (Gemma4TextConfig(enable_moe_block=True, num_experts=4), "enable_moe_block: needs false, got true"),
+        (
+            Gemma4TextConfig(num_kv_shared_layers=25),
+            "num_kv_shared_layers: needs at most 29, .*, got 25 .no full_attention has one.",
+        ),
+        (Gemma4TextConfig(num_kv_shared_layers=-1), "num_kv_shared_layers: needs a whole number of at least 0, got -1"),
+        (
+            Gemma4TextConfig(per_layer_config={0: {"num_attention_heads": 4}}),
+            "per_layer_config: needs head_dim and num_key_value_heads only, got num_attention_heads",
+        ),
+        (
+            Gemma4TextConfig(vocab_size_per_layer_input=90),
+            "vocab_size_per_layer_input: needs a whole number of at least 262144, got 90",
+        ),
         (changed(LlamaConfig(), rms_norm_eps=0.0), "rms_norm_eps: needs a number above 0, got 0.0"),
         (Qwen3MoeConfig(num_experts=4, num_experts_per_tok=8), "num_experts_per_tok: needs .*4.*, got 8"),
         (changed(Qwen3MoeConfig(), decoder_sparse_step=0), "decoder_sparse_step: needs a whole number of at least 1, got 0"),
@@ -91,8 +107,8 @@ def test_what_the_decoder_does_not_compute_is_refused(config: PretrainedConfig, 
 
 
 def test_a_window_counts_only_where_the_family_obeys_it() -> None:
-    assert set(read_decoder_config(changed(LlamaConfig(), sliding_window=7)).sliding_windows) == {None}
-    assert set(read_decoder_config(Phi3Config(sliding_window=7)).sliding_windows) == {7}
+    for config, window in ((changed(LlamaConfig(), sliding_window=7), None), (Phi3Config(sliding_window=7), 7)):
+        assert {layer.sliding_window for layer in read_decoder_config(config).layers} == {window}
 
 
 def test_equal_rotary_embeddings_are_computed_once() -> None:

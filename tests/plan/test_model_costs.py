@@ -12,6 +12,7 @@ import torch
 from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
 
 import hybrid_models
+import plain_models
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.ranks import ONE_RANK
 from headway.core.contract.state import KEY_VALUE
@@ -44,6 +45,7 @@ ROWS: dict[str, PretrainedConfig] = {
     ),
     "gpt_oss": GptOssConfig(**SIZES, head_dim=32, num_local_experts=6, num_experts_per_tok=2),
     "deepseek_v3": DeepseekV3Config(**{**SIZES, "num_key_value_heads": 4}, **LATENT),
+    "gemma4": plain_models.ROWS["gemma4, as E2B"],
     **hybrid_models.ROWS,
 }
 
