@@ -15,19 +15,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    AutoModelForImageTextToText,
     Gemma3TextConfig,
     GptOssConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
-    Qwen3_5ForConditionalGeneration,
 )
 
 import hybrid_models
 from backend_cases import LAYOUTS
 from dense_attention import DenseAttention, logits_of_text
 from engine_logits import logits_by_transformers, observed, save_random
+from headway import LLM
 from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
@@ -37,7 +38,7 @@ from headway.models.loader import LoadOptions, load_model
 from headway.registry import Registry
 from hybrid_models import READS_IMAGES
 from hybrid_models import ROWS as HYBRIDS
-from plain_models import ROWS, SMALL, VOCAB
+from plain_models import GEMMA4_READS_IMAGES, ROWS, SMALL, VOCAB
 from tiny_engine import generate, made_engine, tokens_of
 from transformers_release import needs
 
@@ -165,14 +166,32 @@ def test_a_configuration_alone_gives_all_specs(tmp_path: Path, name: str) -> Non
     assert bool(logits_of_text(model, torch.arange(3, 8)).isfinite().all())
 
 
-def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [READS_IMAGES, *GEMMA4_READS_IMAGES], ids=lambda config: config.model_type)
+def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path, config: PretrainedConfig) -> None:
     torch.manual_seed(0)
-    reference = Qwen3_5ForConditionalGeneration(READS_IMAGES).eval()
+    reference = AutoModelForImageTextToText.from_config(config).eval()
     reference.save_pretrained(tmp_path)
     model = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
     text = torch.randint(3, 90, (21,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         torch.testing.assert_close(logits_of_text(model, text), reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma4, as 31B", "gemma4, as E2B"])
+def test_gemma_4_writes_the_same_tokens_with_drafts(tmp_path: Path, name: str) -> None:
+    """Layers that share a cache write verified tokens, and take rejected ones back, together."""
+    save_random(ROWS[name], tmp_path)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, 9) for _ in range(length)] * 2 for length in PROMPT_LENS]
+    written = []
+    for options in ({}, {"speculate": "ngram", "num_speculative_tokens": 3}):
+        llm = LLM(
+            str(tmp_path), skip_tokenizer_init=True, kv_cache_memory="4MiB", max_num_batched_tokens=BATCHED_TOKENS, **options
+        )
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        written.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert written[0] == written[1]
+    assert llm.engine.stats.num_drafts > 0
 
 
 def test_experts_that_a_checkpoint_stacks_are_read_as_single_ones(tmp_path: Path) -> None:

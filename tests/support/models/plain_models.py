@@ -111,3 +111,24 @@ ROWS: dict[str, transformers.PretrainedConfig] = {
     "smollm3": transformers.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "starcoder2": transformers.Starcoder2Config(**SMALL, sliding_window=7),
 }
+
+_IMAGE_TOKENS = {"image_token_id": 91, "video_token_id": 92, "audio_token_id": 93}
+GEMMA4_READS_IMAGES = (
+    transformers.Gemma4Config(
+        text_config=ROWS["gemma4, as E2B"].to_dict(),
+        vision_config=sizes(VOCAB, 16, 24, 1, 2, head_dim=8, patch_size=4, position_embedding_size=16),
+        **_IMAGE_TOKENS,
+    ),
+    transformers.Gemma4UnifiedConfig(
+        text_config=ROWS["gemma4_unified"].to_dict(),
+        vision_config={
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 48,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 48,
+        },
+        **_IMAGE_TOKENS,
+    ),
+)
+"""Models that read images too, and the text models that Headway computes of them."""
