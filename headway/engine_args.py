@@ -49,8 +49,8 @@ class EngineArgs(EngineConfig):
     device: Annotated[str, "Device: auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,
-        "auto, or dummy: random weights in a model's shapes (built in: qwen3-0.6b, llama-3-8b, llama-3-70b, qwen3-30b-a3b, "
-        "gpt-oss-20b and qwen3-next-80b-a3b).",
+        "auto, or dummy: random weights in a model's shapes (built in: qwen3-0.6b, gemma-4-e2b, llama-3-8b, "
+        "llama-3-70b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b).",
     ] = "auto"
     experts_kernel: Annotated[
         str,

@@ -46,7 +46,7 @@ _NO_SIZE = re.compile(
     r"|train|total|steps|eps|epsilon)([._]|$)"
 )
 """Pattern for names that `_SIZE` matches although they are not sizes, such as token ids and context lengths."""
-_LAYERS = re.compile(r"(^|[._])(layers?|block)([._]|$)")
+_LAYERS = re.compile(r"(^|[._])(?<!per_)(layers?|block)([._]|$)")
 _MOST_SIZE = 1 << 25
 """Upper bound of each size if the folder has no tensors to compare sizes with."""
 _LEAST_BOUND = 1 << 16

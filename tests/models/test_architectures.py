@@ -90,11 +90,16 @@ LONGROPE = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", ["headway", "transformers"])
-@pytest.mark.parametrize(("longest", "lengths"), [(None, (33, 70, 41)), (32, (5, 7, 3))], ids=["long", "short"])
+@pytest.mark.parametrize(
+    ("longest", "lengths"), [(None, (33, 70, 41)), (None, (30, 32, 9)), (32, (5, 7, 3))], ids=["long", "across", "short"]
+)
 def test_longrope_takes_one_set_of_factors(
     tmp_path: Path, registry: Registry, implementation: str, longest: int | None, lengths: tuple[int, ...]
 ) -> None:
-    """Beyond the original length the long ones, as transformers does for a sequence that is so long; chunks and hits included."""
+    """Beyond the original length the long ones, as transformers does for a sequence that is so long; chunks and hits included.
+
+    A sequence that begins within the original length and ends beyond it has the long ones from its first token on, which
+    transformers computes anew at the border."""
     reference = save_random(Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE), tmp_path)
     config = EngineConfig(block_size=8, max_num_batched_tokens=BATCHED_TOKENS, max_model_len=longest)
     options = {"skip_tokenizer_init": True, "model_impl": implementation, "options": LoadOptions(max_model_len=longest)}
