@@ -23,15 +23,15 @@ from headway.core.contract.support import YES, Support
 from headway.kernels.runtime.probe import HALF_DTYPES, capability
 
 LATENT_HEAD = (576, 512)
-"""head_dim and v_head_dim of DeepSeek's absorbed MLA: the key is the value's 512 elements plus 64 with RoPE."""
+"""head_dim and v_head_dim of DeepSeek's absorbed MLA. The key consists of the value's 512 elements and 64 elements with RoPE."""
 MAX_HEADS_WITH_SINKS = 64
 WORKSPACE = 256 * 2**20
-"""Maximum size of split-KV partial results, in bytes. The library allocates for every query token the number of partial results
-of the longest sequence, which could be gigabytes for many extends; such steps fill the GPU without splits."""
+"""Maximum size of split-KV partial results, in bytes. For every query token, the library allocates the number of partial results
+of the longest sequence. This could take gigabytes for many extends, but such steps fill the GPU without splits."""
 TILE = 128
 """Maximum number of query rows (tokens x heads of a group) per program of the library."""
 MAX_PAIRS = 2**24
-"""Maximum product of query tokens and context tokens in a warm-up step. Larger steps use the same kernels as smaller ones."""
+"""Maximum number of query tokens times context tokens in a warm-up step. Larger steps use the same kernels as smaller ones."""
 ALIGNMENT = 16
 """Alignment of rows that TMA requires, in bytes."""
 
@@ -47,7 +47,7 @@ class FlashStep:
     """Arguments of the operator that plans the split. Only captured steps store them: lengths change between replays, so the
     operator runs inside the CUDA graph, before the first layer."""
     first: LayerCache | None = None
-    """Cache of the layer that runs first, before which a captured step plans the split."""
+    """Cache of the layer that runs first. A captured step plans the split before this layer."""
 
 
 class FlashAttention3(AttentionBackend):
@@ -239,13 +239,13 @@ class FlashAttention3(AttentionBackend):
         step.arguments[self._metadata] = self.operators.schedule.call(*step.schedule)
 
     def num_splits(self, metadata: AttentionMetadata, lengths_hold: bool) -> int:
-        """Return the num_splits argument: 0 for the library's rule, 1 if it would split no sequence, or the maximum for
-        WORKSPACE.
+        """Return the num_splits argument: 0 to use the library's rule, 1 if the rule would split no sequence, or the maximum for
+        which partial results fit WORKSPACE.
 
-        The library's rule splits sequences that take one SM longer than all SMs together need for the whole step. If there are
-        none, splits would only add the launch that merges partial results.
+        The library's rule splits a sequence if one SM needs longer for it than all SMs together need for the whole step. If no
+        sequence is that long, splits would only add the launch that merges partial results.
 
-        lengths_hold: True if the host knows this step's lengths.
+        lengths_hold: True if the step runs with the lengths that the host knows.
         """
         kv_lens, starts = (
             metadata.seq_lens_cpu.long().numpy(),
@@ -258,7 +258,8 @@ class FlashAttention3(AttentionBackend):
         return 0 if self._most_splits(int(tiles.max())) * each <= WORKSPACE else max(1, WORKSPACE // each)
 
     def _most_splits(self, tiles: int) -> int:
-        """Return the maximum number of splits by the library's rule: one sequence without others gets a program on every SM."""
+        """Return the maximum number of splits by the library's rule, which gives a program on every SM to a sequence that is the
+        only one in a step."""
         return min(128, max(1, self._multiprocessors // (self.spec.num_kv_heads * tiles)))
 
     def _bytes_per_split(self, num_tokens: int) -> int:

@@ -77,7 +77,8 @@ class Operators:
 
     @property
     def latent(self) -> bool:
-        """True if the forward operator supports absorbed MLA: an argument q_v for the query part that matches the value."""
+        """True if the forward operator supports absorbed MLA, that is, has an argument q_v for the part of the query that is
+        multiplied by the value."""
         return "q_v" in self.forward.place
 
 
@@ -86,7 +87,7 @@ def _bound(overload: Any, needed: frozenset[str]) -> BoundOperator:
 
 
 def registered(before: frozenset[str] = frozenset()) -> list[str]:
-    """Return the torch namespaces that are not in `before` and whose `fwd` reads a page table."""
+    """Return the torch namespaces whose operator `fwd` has a page table argument, except those in `before`."""
     schemas = torch._C._jit_get_all_schemas()
     suffix = f"::{FORWARD}"
     found = {
@@ -98,7 +99,7 @@ def registered(before: frozenset[str] = frozenset()) -> list[str]:
 
 
 TOLERANCE = 2e-2
-"""Maximum accepted ||out - reference|| / ||reference|| of the trial call, in bfloat16."""
+"""Maximum accepted relative error of the trial call in bfloat16: ||out - reference|| / ||reference||."""
 
 
 def examine(path: str) -> dict[str, str]:
@@ -171,7 +172,7 @@ SEARCH = LibrarySearch(
 )
 """Search for the library. torch is not listed, because its `activate_flash_attention_impl("FA3")` imports the first package."""
 GENERATION = 9
-"""Supported major compute capability of GPUs."""
+"""Major compute capability of the supported GPUs."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,10 @@ def find_library() -> tuple[Library | None, Support]:
 
 
 def load(candidate: LibraryCandidate, namespace: str) -> Library:
-    """Load a library tested by the child process, unless it is already loaded. :raises OSError or BackendError: if that fails."""
+    """Load a library that the child process has tested, unless it is already loaded.
+
+    :raises OSError or BackendError: if loading fails.
+    """
     if namespace not in registered():
         torch.ops.load_library(str(candidate.path))
     return Library(candidate.home, candidate.path, Operators.of(namespace))

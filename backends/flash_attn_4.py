@@ -30,15 +30,15 @@ HINT = "pip install --pre flash-attn-4 (no compiler needed; unpack it after flas
 MAJORS = (9, 10)
 """Major compute capabilities for which the library's forward pass uses tensor cores and supports a paged cache."""
 TILE = 128
-"""Number of keys per tile for heads of up to 128 elements. Blocks of this size are loaded by TMA."""
+"""Number of keys per tile for heads of up to 128 elements. If a block has this size, TMA loads it."""
 
 
 class FlashAttention4(VarlenAttention):
-    """Varlen prefill with Hopper's and Blackwell's tensor-core instructions; extend and decode over a paged cache.
+    """Varlen prefill with Hopper's and Blackwell's tensor-core instructions, and extend and decode over a paged cache.
 
-    It calls the forward function below `flash_attn_varlen_func`, because that accepts `out`; the public function allocates its
-    output. A kernel is compiled at its first call, so a step must run before it is captured. The library has no split-KV on
-    Hopper: decode with few sequences and long contexts leaves most of the GPU idle.
+    The backend calls the forward function below `flash_attn_varlen_func`, because that function accepts `out`. The public
+    function allocates its output. A kernel is compiled at its first call, so a step must run before it is captured. The library
+    has no split-KV on Hopper, so decode with few sequences and long contexts leaves most of the GPU idle.
     """
 
     name = "flash_attn_4"

@@ -90,7 +90,8 @@ class NativeAttention(AttentionBackend):
         return "paged decode (our C)"
 
     def plan(self, metadata: AttentionMetadata) -> NativePlan:
-        """Return a plan with each token's sequence and number of visible keys. A sequence's last token sees all of its keys."""
+        """Return a plan with each token's sequence and number of visible keys. The last token of a sequence sees all keys of the
+        sequence."""
         starts = metadata.query_start_loc_cpu.numpy()
         counts = numpy.diff(starts)
         sequences = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)

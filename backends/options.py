@@ -11,7 +11,10 @@ Options = Mapping[str, str] | None
 
 
 def count_of(backend: str, options: Options, name: str, most: int | None = None) -> int | None:
-    """Return the integer given by `--attn-opt BACKEND.NAME`, or None. :raises ConfigError: if it is not between 1 and `most`."""
+    """Return the integer given by `--attn-opt BACKEND.NAME`, or None if the option is not given.
+
+    :raises ConfigError: if the value is not an integer between 1 and `most`.
+    """
     text = (options or {}).get(name)
     if text is None:
         return None

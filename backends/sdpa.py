@@ -31,7 +31,8 @@ _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True, slots=True)
 class ContiguousBlocks:
-    """Sequences of equal length whose blocks are evenly spaced. Their rows can often be read in place, as a strided view."""
+    """Sequences of equal length whose blocks are evenly spaced. Their rows can often be read without a copy, as a strided
+    view."""
 
     first: int
     """Index of the first sequence's first block."""
@@ -44,7 +45,8 @@ class ContiguousBlocks:
 
     @classmethod
     def of(cls, table: NDArray[numpy.int32], kv_len: int) -> ContiguousBlocks | None:
-        """Return a description of a table [count, blocks] of sequences of length kv_len; None if spacing is uneven."""
+        """Return a description of the sequences in a block table [count, blocks], all of length kv_len. Return None if the blocks
+        are not evenly spaced."""
         first, steps = table[:, 0], numpy.diff(table)
         apart = int(first[1] - first[0]) if len(first) > 1 else 0
         step = int(steps[0, 0]) if steps.size else 0
@@ -69,13 +71,13 @@ class DenseGroup:
     """Consecutive sequences for one dense call: `count` sequences with `query_len` new tokens each."""
 
     tokens: slice
-    """Range of these sequences' packed tokens."""
+    """Range of the group's tokens in the step's packed tokens."""
     count: int
     query_len: int
     slots: Tensor | None
-    """int64 [count, kv_len]: slots of the keys, padded to the longest sequence. None: keys are this step's k and v."""
+    """int64 [count, kv_len]: slots of the keys, padded to the longest sequence. None if the keys are this step's k and v."""
     bias: Tensor | None
-    """[count or 1, num_heads or 1, query_len, kv_len]: bias of scores (0, -inf or ALiBi). None means a causal mask or none."""
+    """[count or 1, num_heads or 1, query_len, kv_len]: bias of scores (0, -inf or ALiBi). None if no bias is added."""
     causal: bool
     """True if the call must apply a causal mask (query_len = kv_len, no bias)."""
     run: ContiguousBlocks | None = None
@@ -85,8 +87,8 @@ class DenseGroup:
 class SDPA(AttentionBackend):
     """torch's SDPA, which selects the kernel: flash on a CPU, flash or memory-efficient on a GPU.
 
-    cuDNN is used only on request: for every new shape, torch builds a cuDNN plan, which takes tens of milliseconds
-    (pytorch/pytorch#155958). When serving, nearly every step has a new shape; a benchmark that repeats one shape does not show
+    cuDNN is used only on request, because torch builds a cuDNN plan for every new shape, which takes tens of milliseconds
+    (pytorch/pytorch#155958). When serving, nearly every step has a new shape. A benchmark that repeats one shape does not show
     this cost.
     """
 
@@ -272,7 +274,8 @@ class SDPAMath(SDPA):
 
 
 def _explicit(spec: AttentionSpec) -> bool:
-    """Return whether SDPA cannot compute a layer: it lacks soft cap and sinks, and q's dtype is too coarse for ALiBi biases."""
+    """Return whether torch's SDPA cannot compute a layer. SDPA supports neither a soft cap nor sinks, and q's dtype is not
+    precise enough for ALiBi biases."""
     return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
 
 
@@ -297,8 +300,8 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
 
 
 def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32]) -> Tensor:
-    """Return int64 [count, longest]: slots of the sequences' keys. Padding repeats a sequence's first slot, which has finite
-    rows."""
+    """Return the slots of the sequences' keys, int64 [count, longest]. Sequences are padded by repeating their first slot, whose
+    rows are finite."""
     size, count, longest = metadata.block_size, len(kv_lens), int(kv_lens.max())
     table = metadata.block_table_cpu[row : row + count, : -(-longest // size)].numpy().astype(numpy.int64)
     slots = (table[:, :, None] * size + numpy.arange(size)).reshape(count, -1)[:, :longest]
@@ -306,8 +309,8 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32])
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return a bool mask, True if the query at p sees the key. Causal with window w: keys p - w + 1 .. p; not causal: |p - key| <
-    w, or all."""
+    """Return a bool mask that is True if a query sees a key. A causal query at p with window w sees keys p - w + 1 .. p. If the
+    layer is not causal, the query sees keys with |p - key| < w, or all keys without a window."""
     distance = query_positions - key_positions
     if spec.causal:
         seen = distance >= 0

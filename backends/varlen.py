@@ -21,7 +21,8 @@ from headway.kernels.runtime.probe import HALF_DTYPES, at_least, declares, find,
 
 @dataclass(frozen=True, slots=True)
 class VarlenStep:
-    """Arguments of one step's library calls. Tensors are the metadata's, so that captured graphs read their later contents."""
+    """Arguments of one step's library calls. The tensors belong to the metadata, so a captured graph reads their current contents
+    at replay."""
 
     starts: Tensor
     """int32 [num_seqs + 1]: index of each sequence's first packed token."""

@@ -49,15 +49,16 @@ class OperatorCall:
     paged: bool
     """True if keys are read from the cache. False means that all keys are this step's k and v."""
     source: Tensor | None
-    """The metadata's block table if the mask contains a wider copy of it, otherwise None."""
+    """Block table of the metadata if the mask contains a wider copy of the table, otherwise None."""
 
 
 class XFormersAttention(AttentionBackend):
-    """xformers with explicit operators, and masks that reference the metadata's tensors, so that nothing is copied to the device.
+    """Attention with explicitly selected xformers operators. Masks reference the metadata's tensors, so that nothing is copied to
+    the device.
 
     The split-K kernel is compiled for each number of sequences and each width of the block table; widths are rounded up to powers
-    of two to limit compilations. xformers does not accept an output tensor, so its result is copied to `out`. It does not support
-    windows, soft cap or ALiBi over a paged cache.
+    of two to limit compilations. xformers does not accept an output tensor, so each result is copied to `out`. xformers does not
+    support windows, soft cap or ALiBi over a paged cache.
     """
 
     name = "xformers"
@@ -250,15 +251,15 @@ def operator_works(name: str) -> Support:
 def _refusals(operator: Any, inputs: Any) -> list[str]:
     """Return the library's reasons for refusing a call, except reasons that do not apply.
 
-    If its C++ extension does not load, xformers refuses every operator, although these do not use it: CUTLASS is torch's kernel,
-    flash is from flash-attn or torch, and split-K is a Triton kernel.
+    If the C++ extension of xformers does not load, xformers refuses every operator. These operators do not use the extension:
+    CUTLASS is torch's kernel, flash is from flash-attn or torch, and split-K is a Triton kernel.
     """
     return [reason for reason in operator.not_supported_reasons(inputs) if reason != WITHOUT_CPP]
 
 
 def _flash_reads_blocks() -> Support:
-    """Return whether xformers' flash operator supports a paged cache: only with the package flash-attn, not with torch's copy of
-    it."""
+    """Return whether xformers' flash operator supports a paged cache. The package flash-attn is required; torch's copy of
+    FlashAttention is not sufficient."""
     kind = import_module(f"{MODULE}.attn_bias").PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
     if kind in load_operator("flash").SUPPORTED_ATTN_BIAS_TYPES:
         return Support()

@@ -13,8 +13,8 @@ _PIXELS_PER_INCH = 110
 _LETTERS_PER_INCH = 11.5
 """Maximum number of letters in a heading per inch of the figure's width."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
-"""One color per backend: distinguishable with color blindness, readable with dark text or white. After Paul Tol's bright and
-light schemes."""
+"""One color per backend: distinguishable with color blindness, and readable with dark text or white text. The colors follow Paul
+Tol's bright and light schemes."""
 BAR_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377")
 """One color per series of bars. The first is Headway's."""
 NONE = "#6e7278"
@@ -39,7 +39,7 @@ def faded(speedup: float | None) -> float:
 
 
 Series = Mapping[str, Sequence[float | None]]
-"""Name of a bar -> its height in each group, None if not measured."""
+"""Name of a series -> height of its bar in each group; None if not measured."""
 
 
 def new_figure(width: float, height: float, otherwise: str = "") -> Any:

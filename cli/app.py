@@ -27,7 +27,7 @@ def _bounded(parameter: Any) -> bool:
 
 
 class Command(TyperCommand):
-    """A command whose error for an unknown option names the nearest one."""
+    """A command whose error for an unknown option names the nearest known option."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         """:raises ConfigError: if an option does not exist, or a number exceeds 64 bits or is not finite."""
@@ -82,7 +82,7 @@ _COMMANDS: Final = {
     "check": ("measure.check", WRITE),
     "plugins": ("look.plugins", WRITE),
 }
-"""Command name -> the module with the function of that name, and the command's help panel. Excludes command groups."""
+"""Command name -> (module that contains the function of this name, help panel of the command). Excludes command groups."""
 
 
 def make_app(names: Iterable[str] = _COMMANDS, groups: bool = True) -> typer.Typer:
@@ -125,7 +125,8 @@ def _add_groups(app: typer.Typer) -> None:
 
 
 def command_for(arguments: Sequence[str]) -> Any:
-    """Return the typer app with only the command that is named first: importing all commands takes a tenth of the start time."""
+    """Return the typer app with only the command that the first argument names, since importing all commands takes a tenth of the
+    start time."""
     named = bool(arguments) and arguments[0] in _COMMANDS
     return typer.main.get_command(make_app(arguments[:1], groups=False) if named else make_app())
 

@@ -78,7 +78,8 @@ _FORMS: Final = (
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Replace a command's parameter `sampling` by options. without: fields to leave out. defaults: defaults of this command."""
+    """Replace a command's parameter `sampling` by options. without: fields to leave out. defaults: default values for this
+    command."""
     flags = [
         flag._replace(default=False, switch=True)
         if flag.kind is bool
@@ -108,7 +109,8 @@ def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(option: str, given: str) -> str:
-    """Return a file's text, or `given` itself if it is an object or a grammar. :raises ConfigError: if it is neither."""
+    """Return the text of the file `given`, or `given` itself if it is an object or a grammar. :raises ConfigError: if `given` is
+    none of these."""
     try:
         return read_text(Path(given))
     except (OSError, ValueError) as error:
@@ -138,7 +140,7 @@ _USES: Final = {
 
 
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
-    """Replace a command's parameter `engine` by options. names: fields; none means all. defaults: default values."""
+    """Replace a command's parameter `engine` by options. names: fields; no names means all fields. defaults: default values."""
     flags = [_flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY]
     added = [*flags, *([_NO_AUTOTUNE] if any(flag.field == "autotune_budget" for flag in flags) else [])]
 

@@ -46,7 +46,7 @@ def _what(group: GroupUsage) -> str:
 
 
 def _rows(title: str, letters: str) -> Iterator[Text]:
-    """Yield a title, then lines with one letter per block, or per several blocks in a long sequence."""
+    """Yield a title, then lines with one letter per block, or with one letter for several blocks if the sequence is long."""
     each = max(1, -(-len(letters) // (_ROW * _MOST_ROWS)))
     pieces = [letters[start : start + each] for start in range(0, len(letters), each)]
     shown = "".join(max(piece, key=piece.count) for piece in pieces)
@@ -60,7 +60,8 @@ def _rows(title: str, letters: str) -> Iterator[Text]:
 
 
 def _pool(usage: CacheUsage) -> Text:
-    """Return a bar of the pool's pages: the number of the group that uses them, c for cached, a dot for free."""
+    """Return a bar of the pool's pages. A digit is the number of the group that uses a page, c means cached, and a dot means
+    free."""
     used = [group.used // group.blocks_per_page for group in usage.groups]
     cached = sum(group.cached // group.blocks_per_page for group in usage.groups)
     counts = [(str(number), count) for number, count in enumerate(used)] + [("c", cached)]
@@ -100,7 +101,8 @@ _SECONDS_BETWEEN_LINES = 2.0  # Seconds between two lines if stderr is not a ter
 
 
 class LiveStats:
-    """Display of an engine's state on stderr: in the terminal's last row, outside the scroll region (DECSTBM), or as lines."""
+    """Display of an engine's state on stderr, in the terminal's last row outside the scroll region (DECSTBM). If stderr is not a
+    terminal, the state is printed as lines."""
 
     def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
         """stats: returns the engine's statistics. shown: False disables the display."""

@@ -56,7 +56,7 @@ class _Named(NamedTuple):
 
 
 def _names(context: typer.Context) -> dict[str, _Named]:
-    """Return name in a configuration file -> the parameter that it sets."""
+    """Return a mapping: name in a configuration file -> parameter that the name sets."""
     names: dict[str, _Named] = {}
     for parameter in context.command.params:
         name, many = str(parameter.name), bool(getattr(parameter, "multiple", False))
@@ -73,7 +73,8 @@ def _word(option: str) -> str:
 
 
 def defaults_of(path: Path, names: dict[str, _Named]) -> dict[str, Any]:
-    """Return parameter -> value from a file. names: see `_names`. :raises ConfigError: if an option is unknown."""
+    """Return a mapping from parameters to their values in a file. names: see `_names`. :raises ConfigError: if an option is
+    unknown."""
     try:
         found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
@@ -127,7 +128,8 @@ Command = Callable[..., None]
 def with_flags(
     command: Command, place: str, flags: Sequence[inspect.Parameter], take: Callable[[dict[str, Any]], object]
 ) -> Command:
-    """Replace a command's parameter `place` by options, in the order of the help. take: makes the argument from the values."""
+    """Replace a command's parameter `place` by options, in the order in which the help lists them. take: function that makes the
+    argument from the options' values."""
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command, eval_str=True).parameters.values():
         parameters += flags if each.name == place else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
@@ -151,7 +153,8 @@ def names_of(text: str | None) -> list[str] | None:
 
 
 def requests_of(text: str | None) -> list[str] | None:
-    """Return the backend requests in a text, or None. prefill=NAME,decode=NAME is one request, until a key repeats."""
+    """Return the backend requests in a text, or None. Consecutive parts such as prefill=NAME,decode=NAME are one request until a
+    key repeats."""
     requests: list[str] = []
     for name in names_of(text) or []:
         key = name.partition("=")[0]
@@ -162,8 +165,9 @@ def requests_of(text: str | None) -> list[str] | None:
 
 
 def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
-    """Return the adapters of --lora-modules, in either of vLLM's two forms, numbered from 1. enabled: the engine's enable_lora.
-    :raises ConfigError: if a text has a different form, a name repeats, or LoRA is disabled."""
+    """Return the adapters of --lora-modules, in either of vLLM's two formats, numbered from 1. enabled: the engine's enable_lora.
+    :raises ConfigError: if a text has a different format, a name repeats, or LoRA is disabled.
+    """
     found: list[LoRARequest] = []
     for text in texts:
         name, equals, path = text.partition("=")
@@ -201,7 +205,8 @@ def on_command_line(context: typer.Context, name: str) -> bool:
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
-    """Return the numbers in a comma-separated text, at least `least`; None if empty. :raises ConfigError: if the form differs."""
+    """Return the numbers in a comma-separated text, or None if it is empty. least: minimum of each number. :raises ConfigError:
+    if the text is not such a list."""
     names = names_of(text)
     if names is None:
         return None
@@ -231,7 +236,8 @@ def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dty
 
 
 def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
-    """Return backend -> option -> value, from texts NAME.key=value (NAME may have dots). :raises ConfigError: if malformed."""
+    """Return backend -> option -> value, from texts NAME.key=value (NAME may have dots). :raises ConfigError: if a text is
+    malformed."""
     options: dict[str, dict[str, str]] = {}
     for text in texts:
         target, equals, value = text.partition("=")

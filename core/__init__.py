@@ -1,1 +1,2 @@
-"""The contract (spec, metadata, layout, backend, support) and the engine. Imports nothing else of ours, no kernel library."""
+"""The contract between the engine and plugins (spec, metadata, layout, backend, support), and the engine itself. Imports no other
+package of Headway and no kernel library."""

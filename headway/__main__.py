@@ -28,8 +28,8 @@ _INTERRUPTED: Final = 130  # Exit code by which shells report SIGINT
 def main() -> None:
     """Run the command line.
 
-    A user's mistake or a system error (full disk, out of memory) ends with one message and exit code 2, Ctrl-C with 130
-    or SIGINT. Only a bug in Headway shows a traceback.
+    A user's mistake or a system error (full disk, out of memory) ends with one message and exit code 2. Ctrl-C ends the process
+    with exit code 130 or by SIGINT. Only a bug in Headway shows a traceback.
     """
     open_closed_streams()
     outlive_stderr()

@@ -58,15 +58,18 @@ class AsyncLLM:
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and start its engine (seconds to minutes). Options: see `LLM`. :raises HeadwayError: if one is invalid."""
+        """Load a model and start its engine (seconds to minutes). Options: see `LLM`. :raises HeadwayError: if an option is
+        invalid."""
         self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False, **_: object) -> Self:
-        """Return an AsyncLLM with these options. own_process: run the engine in its own process, as `headway serve` does. Its
-        steps then do not compete for the GIL with per-token work here, and this process survives a crash of the engine. Options
-        and parameters must be picklable; `engine`, `driver` and functions as logits processors need a thread. Other keywords, for
-        vLLM's processes and reports, are ignored."""
+        """Return an AsyncLLM with these options. Other keywords, for vLLM's processes and reports, are ignored.
+
+        own_process: run the engine in its own process, as `headway serve` does. The engine's steps then do not compete for the
+        GIL with per-token work here, and this process survives a crash of the engine. Options and parameters must be picklable.
+        `engine`, `driver` and logits processors that are functions require an engine in a thread.
+        """
         return cls.over(EngineProcess(partial(driver_of, engine_args)) if own_process else EngineThread(driver_of(engine_args)))
 
     @classmethod
@@ -103,11 +106,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt. Yield the output so far, or the part that SamplingParams.output_kind selects.
 
-        The request ends when the iterator or the task that reads it ends, so a caller who stops reading need not abort it.
-        prompt, sampling_params, lora_request: see LLM.generate. request_id: an id that no unfinished request uses; None makes
-        one. priority: see scheduling_policy. others: keywords of vLLM; unsupported ones are rejected.
-        :raises PromptError: if the prompt is empty or too long, before the first item.
-        :raises ConfigError: if a parameter is invalid, before the first item.
+        The request ends when the iterator or the task that reads it ends, so a caller that stops reading does not need to abort
+        the request. prompt, sampling_params, lora_request: see LLM.generate. request_id: an id that no unfinished request uses;
+        None generates an id. priority: see scheduling_policy. others: keywords of vLLM; unsupported ones are rejected.
+        :raises PromptError: if the prompt is empty or too long; raised before the first output.
+        :raises ConfigError: if a parameter is invalid; raised before the first output.
         :raises EngineDeadError: if the engine has ended.
         """
         if others:
@@ -130,7 +133,8 @@ class AsyncLLM:
         priority: int = 0,
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation, using the model's chat template. Yields as `generate` does. template: see `chat_prompt`."""
+        """Answer a conversation, using the model's chat template. Yield outputs as `generate` does. template: keywords of
+        `chat_prompt`."""
         prompt = await self.chat_prompt(messages, **template)
         stream = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         async with aclosing(stream) as outputs:
@@ -162,13 +166,19 @@ class AsyncLLM:
         return await self.in_thread(render)
 
     async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """Return a tokenized text; control token names in it stay text. add_special_tokens: add the tokenizer's, such as BOS.
-        :raises HeadwayError: if the tokenizer does not support this."""
+        """Return a tokenized text in which names of control tokens are encoded as text. add_special_tokens: add the tokenizer's
+        own special tokens, such as BOS.
+
+        :raises HeadwayError: if the tokenizer cannot encode names of control tokens as text.
+        """
         return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
 
     async def infill_prompt(self, prefix: str, suffix: str, *, split_special_tokens: bool = False) -> Prompt:
-        """Return the fill-in-the-middle prompt for the gap between two texts. split_special_tokens: control token names are text.
-        :raises ConfigError: if the model has no fill-in-the-middle tokens."""
+        """Return the fill-in-the-middle prompt for the gap between two texts. split_special_tokens: encode names of control
+        tokens as text.
+
+        :raises ConfigError: if the model has no fill-in-the-middle tokens.
+        """
         return await self.in_thread(partial(self.host.validator.infill_prompt, prefix, suffix, split_special_tokens))
 
     async def check(
@@ -179,7 +189,8 @@ class AsyncLLM:
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | None = None,
     ) -> list[CheckedRequest]:
-        """Tokenize and check prompts for `submit`, in a thread unless they are few and short. Raises as `generate`."""
+        """Tokenize and check prompts for `submit`, in a thread unless the prompts are few and short. Raises the same errors as
+        `generate`."""
         validate = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
         check = partial(validate, prompts, sampling_params, priority)
         return check() if quickly_checked(prompts) else await self.in_thread(check)
@@ -246,16 +257,18 @@ class AsyncLLM:
         return True
 
     async def stats(self) -> EngineSnapshot:
-        """Return the engine's current statistics and its totals since the start, read between two steps. Raises as `query`."""
+        """Return the engine's current statistics and its totals since the start, read between two steps. Raises the same errors
+        as `query`."""
         return await self.query(EngineLoop.snapshot)
 
     async def query(self, function: Callable[[EngineLoop], T]) -> T:
-        """Call a picklable function with the engine between steps; return its result. :raises EngineDeadError: if it ended."""
+        """Call a picklable function with the engine between steps; return its result. :raises EngineDeadError: if the engine has
+        ended."""
         return await self.run_task(query(function))
 
     async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
-        """Call a task with the engine's driver. Raises as `query`. concurrently: run the task during steps; it must not change
-        the engine."""
+        """Call a task with the engine's driver. Raises the same errors as `query`. concurrently: run the task during steps; the
+        task must not change the engine."""
         if not concurrently:
             self.host.check_caller()
         run = self.host.run_concurrently if concurrently else self.host.run_between_steps
@@ -280,7 +293,8 @@ class AsyncLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function (picklable, for an engine process) or a worker's method; see LLM.collective_rpc. timeout: seconds."""
+        """Call a function, or a worker's method by name; see LLM.collective_rpc. For an engine in another process, the function
+        must be picklable. timeout: maximum seconds to wait; None means no limit."""
         call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
         return await asyncio.wait_for(call, timeout)
 
@@ -292,11 +306,12 @@ class AsyncLLM:
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter by its id; running requests keep using it. Return whether it existed. Raises as `run_task`."""
+        """Remove an adapter by its id; running requests keep using it. Return whether it existed. Raises the same errors as
+        `run_task`."""
         return await self.run_task(query(partial(remove_adapter, lora_id=lora_id)))
 
     async def list_loras(self) -> set[int]:
-        """Return the ids of the loaded adapters. Raises as `run_task`."""
+        """Return the ids of the loaded adapters. Raises the same errors as `run_task`."""
         return await self.run_task(query(adapter_ids))
 
     @property
@@ -313,7 +328,7 @@ class AsyncLLM:
 
     @property
     def engine(self) -> EngineLoop:
-        """The engine that `driver` runs. Raises as `driver`."""
+        """The engine that `driver` runs. Raises the same errors as `driver`."""
         return self.driver.engine
 
     @property
@@ -333,7 +348,7 @@ class AsyncLLM:
 
     @property
     def has_lost_engine(self) -> bool:
-        """True after a fault has ended the engine and it will not be restarted."""
+        """True after a fault has ended the engine permanently."""
         return self.errored and not self.host.is_restarting
 
     @property

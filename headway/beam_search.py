@@ -28,7 +28,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     """Ignored: the search uses the model's own probabilities."""
     length_penalty: float = 1.0
-    """Exponent of a continuation's length, by which its log-probability is divided. Above 1 favors longer continuations."""
+    """Exponent p in the score of a continuation: log-probability / length ** p. Larger values favor longer continuations."""
     include_stop_str_in_output: bool = False
     """Keep the end-of-text token among the tokens."""
 
@@ -121,13 +121,15 @@ class BeamSearch:
 
 
 def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]) -> None:
-    """Run searches to completion. generate: completes prompts of token ids, one per beam and step; most of each is cached."""
+    """Run searches to completion. generate: function that completes prompts of token ids. Each step passes one prompt per beam,
+    and most of each prompt is cached."""
     while inputs := next_tokens(searches):
         take_tokens(searches, generate(*inputs))
 
 
 def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], SamplingParams] | None:
-    """Return prompts of token ids for each beam's next token and their parameters; None if all ended. Equal beam_width."""
+    """Return a prompt of token ids for the next token of each beam, and the parameters of these prompts; None if all searches
+    have ended. All searches must have the same beam_width."""
     going = [each for each in searches if each.unfinished]
     if not going:
         return None

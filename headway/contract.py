@@ -1,6 +1,6 @@
 """Stable public names of the kernel contract, for backends, layouts and tests outside this repository.
 
-They change only with `API_VERSION`. Everything else in `headway` is internal and may change in any release.
+These names change only with `API_VERSION`. Everything else in `headway` is internal and may change in any release.
 """
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, Lengths, Plan, StepLimits

@@ -1,4 +1,4 @@
-"""Options of `LLM`. Its keywords, the command-line options and docs/options.md are generated from `EngineArgs`."""
+"""Options of `LLM`. The keywords of `LLM`, the command-line options and docs/options.md are generated from `EngineArgs`."""
 
 from __future__ import annotations
 
@@ -166,7 +166,8 @@ class EngineArgs(EngineConfig):
         return cls(*model, **options)  # type: ignore[arg-type]
 
     def compiles_on(self, device_type: str) -> bool | None:
-        """Return `torch_compile`. Default: None (if possible) for device_type cuda without enforce_eager, else False."""
+        """Return the effective value of `torch_compile`. The default is None (compile if possible) for device_type cuda without
+        enforce_eager, and False otherwise."""
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
 
@@ -176,7 +177,8 @@ class EngineArgs(EngineConfig):
         return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
-        """Return the given `registry`, or a new one with `plugins` and `backends`. :raises HeadwayError: if one is invalid."""
+        """Return the given `registry`, or a new one with `plugins` and `backends`. :raises HeadwayError: if a plugin or backend
+        is invalid."""
         from headway.tuning.isolated.trial import create_registry
 
         if self.registry is not None:
@@ -190,7 +192,7 @@ class EngineArgs(EngineConfig):
 
 
 def check_model(given: Sequence[object]) -> None:
-    """Check the positional arguments: at most one, the model. :raises ConfigError: if there are several."""
+    """Check that there is at most one positional argument, the model. :raises ConfigError: if there are several."""
     if len(given) > 1:
         raise ConfigError("LLM", "one argument without a name, the model", f"{len(given)} of them")
 
@@ -203,7 +205,8 @@ class PoolingModel(NamedTuple):
 
 
 def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
-    """Return the model if it is a pooling model, else None. Reads small files. :raises HeadwayError: if there is no model."""
+    """Return folder and task of the model if it is a pooling model, else None. Reads small files. :raises HeadwayError: if the
+    model is not found."""
     is_pooling = args.runner != "auto" or args.task != "auto"
     if args.model in ALIASES and not is_pooling:
         return None
@@ -215,7 +218,8 @@ def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
 
 @functools.cache
 def option_types() -> Mapping[str, Any]:
-    """Return option name -> its annotation, which has the help text. Cached, since reading all annotations takes milliseconds."""
+    """Return option name -> annotation, which contains the help text. The result is cached, since reading all annotations takes
+    milliseconds."""
     later = {name: type(name, (), {}) for name in ("Registry", "Kernel")}
     later["BackendRequest"] = str  # the text form, so that its command-line option takes a text
     return get_type_hints(EngineArgs, localns=later, include_extras=True)
@@ -231,7 +235,8 @@ def help_texts() -> Mapping[str, str]:
 
 
 def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator that gives an `__init__` the parameters of `args`, for type checkers, editors, help() and errors."""
+    """Return a decorator that gives an `__init__` method the parameters of `args`, for type checkers, editors, help() and error
+    messages."""
 
     def decorate(function: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -252,7 +257,7 @@ def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., Non
 
 
 def _table_paths(given: object) -> tuple[str, ...] | None:
-    """Return the option `crossover_table` as paths. :raises ConfigError: if it is neither a path nor a list of paths."""
+    """Return the option `crossover_table` as paths. :raises ConfigError: if the option is neither a path nor a list of paths."""
     if given is None:
         return None
     listed = [given] if isinstance(given, (str, PathLike)) else list(given) if isinstance(given, (list, tuple)) else []
@@ -262,7 +267,7 @@ def _table_paths(given: object) -> tuple[str, ...] | None:
 
 
 def _classes(backends: object) -> list[type[Kernel]]:
-    """Return the option `backends` as a list. :raises ConfigError: if it is not a list of kernel classes."""
+    """Return the option `backends` as a list. :raises ConfigError: if the option is not a list of kernel classes."""
     from headway.core.contract.operation import KINDS
 
     bases = tuple(kind.kernel for kind in KINDS)

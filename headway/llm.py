@@ -36,11 +36,12 @@ from headway.requests.request_state import OutputProcessor, Progress, RequestSta
 
 
 class LLM(EngineAccess):
-    """Model ready to generate, embed or score, with vLLM's argument names. Threads may share it, and thereby its batch."""
+    """Model ready to generate, embed or score, with vLLM's argument names. Several threads may use one LLM; their requests run in
+    the same batch."""
 
     @takes_arguments_of(EngineArgs)
     def __init__(self, *model: object, **options: object) -> None:
-        """Load a model. Options: see `EngineArgs` (docs/options.md). :raises HeadwayError: if one is invalid."""
+        """Load a model. Options: see `EngineArgs` (docs/options.md). :raises HeadwayError: if an option is invalid."""
         args = EngineArgs.of(*model, **options)
         self._driver: EngineDriver | None = None
         self._pooling: PoolingClient | None = None
@@ -69,19 +70,20 @@ class LLM(EngineAccess):
 
     @property
     def driver(self) -> EngineDriver:
-        """The driver, shared with AsyncLLMs of the same engine (from_llm). :raises ConfigError: if it is a pooling model."""
+        """The driver, shared with AsyncLLMs of the same engine (from_llm). :raises ConfigError: if the model is a pooling
+        model."""
         if self._driver is None:
             raise self.pooling.generates_not()
         return self._driver
 
     @cached_property
     def llm_engine(self) -> LLMEngine:
-        """An `LLMEngine` for the same engine; its requests share the batch. Raises as `driver`."""
+        """An `LLMEngine` for the same engine; its requests share the batch. Raises the same errors as `driver`."""
         return LLMEngine.over(self.driver)
 
     @property
     def model_config(self) -> ModelSettings:
-        """Model's sizes and options under vLLM's names. Raises as `driver`."""
+        """The model's sizes and options under vLLM's names. Raises the same errors as `driver`."""
         return self.llm_engine.vllm_config.model_config
 
     @property
@@ -160,9 +162,9 @@ class LLM(EngineAccess):
     ) -> Iterator[tuple[str | int, RequestOutput]]:
         """Complete one or several prompts. Yield an output whenever a step has added tokens to a prompt's completions.
 
-        Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list. An output holds
-        all completions so far, or what SamplingParams.output_kind says. Requests end when the iterator is closed, or by `abort`
-        from any thread.
+        Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list. An output contains
+        all completions so far, or the part that SamplingParams.output_kind selects. Requests end when the iterator is closed, or
+        by `abort` from any thread.
         :raises ConfigError: if best_of is larger than n, since the best completions are only known at the end.
         """
         requests, progress = self._add(prompts, sampling_params, priority, lora_request, streamed=True)
@@ -205,9 +207,13 @@ class LLM(EngineAccess):
         **others: object,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, using the model's chat template. Return one output per conversation, in order.
-        messages: a list of {"role": ..., "content": ...}, or a list of such lists. lora_request: see `generate`.
-        continue_final_message: continue the last message instead of answering it. chat_template: replaces the model's. tools,
-        chat_template_kwargs: variables for the template. split_special_tokens: treat names of control tokens in messages as text.
+
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+        lora_request: see `generate`.
+        continue_final_message: continue the last message instead of answering it.
+        chat_template: template that replaces the model's template.
+        tools, chat_template_kwargs: variables for the template.
+        split_special_tokens: encode names of control tokens in messages as text.
         :raises HeadwayError: if the model has no chat template or a message is invalid.
         """
         template: dict[str, Any] = {
@@ -255,9 +261,13 @@ class LLM(EngineAccess):
         pooling_params: PoolingParams | None = None,
         **others: object,
     ) -> list[EmbeddingRequestOutput]:
-        """Return one embedding per prompt, in order. prompts: as in `generate`. dimensions: number of elements to keep, if the
-        model was trained for it. truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the model's limit; None
-        rejects longer prompts. pooling_params: replaces these two keywords. others: see `generate`.
+        """Return one embedding per prompt, in order.
+
+        prompts: as in `generate`.
+        dimensions: number of embedding elements to keep, if the model supports shortened embeddings.
+        truncate_prompt_tokens: maximum number of tokens of a prompt, -1 for the model's limit; None rejects longer prompts.
+        pooling_params: object that replaces the keywords dimensions and truncate_prompt_tokens.
+        others: see `generate`.
         :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
         :raises ConfigError: if the model generates or scores, or a parameter is invalid.
         """
@@ -328,7 +338,8 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Return embeddings, classes, rewards or token embeddings as tensors. pooling_task: vLLM's; None means the model's."""
+        """Return embeddings, classes, rewards or token embeddings as tensors. pooling_task: vLLM's name of the task; None means
+        the model's own task."""
         task = self.pooling.jobs.pooling_task(pooling_task)
         if task == "token_embed":
             check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))
@@ -344,8 +355,10 @@ class LLM(EngineAccess):
         return [PoolingRequestOutput.of(each) for each in made]
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
-        """Render a message or a list of messages in the model's chat template. :raises HeadwayError: if it has none, or for bad
-        messages."""
+        """Render a message or a list of messages in the model's chat template.
+
+        :raises HeadwayError: if the model has no chat template or a message is invalid.
+        """
         return self.driver.validator.chat_prompt(messages)
 
     def _add(

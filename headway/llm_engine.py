@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests by id, run one step at a time. Also the engine access that `LLM` and `LLMEngine` share."""
+"""`LLMEngine`, which runs requests one step at a time, and the engine access that `LLM` and `LLMEngine` share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class EngineAccess(ABC):
-    """Access to a client's engine, under vLLM's names for what vLLM has."""
+    """Access to a client's engine. Methods that vLLM also has use vLLM's names."""
 
     tokenizer: Any
     """The model's tokenizer, with the attributes of transformers tokenizers; None if the model was loaded without one."""
@@ -48,12 +48,12 @@ class EngineAccess(ABC):
 
     @property
     def engine(self) -> EngineLoop:
-        """The engine. Raises as `driver`."""
+        """The engine. Raises the same errors as `driver`."""
         return self.driver.engine
 
     @property
     def model(self) -> LoadedModel:
-        """The model that generates text. Raises as `driver`."""
+        """The model that generates text. Raises the same errors as `driver`."""
         return self.driver.assembly.model
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -76,11 +76,13 @@ class EngineAccess(ABC):
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights and KV cache until `wake_up`; meanwhile requests are rejected. level: 1 copies the weights
-        to host memory, 2 reads them again from the model's files on waking. Cached prompts are forgotten. On a GPU, waking
-        captures CUDA graphs again; on a CPU, level 1 leaves the weights in place.
-        :raises ConfigError: if a request is unfinished, the engine has several ranks, or level 2 has quantized weights or
-        experts.
+        """Free the memory of weights and KV cache until `wake_up`. Requests are rejected while the engine sleeps, and cached
+        prompts are forgotten.
+
+        level: 1 copies the weights to host memory; 2 reads the weights again from the model's files on waking. On a CPU, level 1
+        leaves the weights in memory. On a GPU, waking captures CUDA graphs again.
+        :raises ConfigError: if a request is unfinished, the engine has several ranks, or level is 2 and the model has quantized
+        weights or experts.
         """
         with self.driver.lock:
             live_model.sleep(self.driver, level)
@@ -101,11 +103,11 @@ class EngineAccess(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function with the engine's worker, or a worker's method by name, between two steps. Return a list of its one
+        """Call a function with the engine's worker, or a worker's method by name, between two steps. Return a list with the one
         result.
 
         The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and the
-        methods of worker_extension_cls. timeout is ignored: the call runs in this process.
+        methods of worker_extension_cls. timeout is ignored, because the call runs in this process.
         :raises ConfigError: if the engine has several ranks or the worker does not have the method.
         """
         with self.driver.lock:
@@ -117,14 +119,15 @@ class EngineAccess(ABC):
             return live_model.collective_rpc(self.driver, lambda worker: func(worker.get_model()))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. Return True, as vLLM does. :raises ConfigError: if it is not supported or enable_lora is off."""
+        """Load an adapter. Return True, as vLLM does. :raises ConfigError: if the adapter is not supported or enable_lora is
+        off."""
         adapter = self.engine.adapter_table.reader.read(lora_request)
         with self.driver.lock:
             self.engine.adapter_table.add(lora_request, adapter)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter by its id; running requests keep using it. Return whether it existed."""
+        """Remove an adapter by its id; running requests keep using the adapter. Return whether it existed."""
         with self.driver.lock:
             return self.engine.adapter_table.remove(lora_id)
 
@@ -201,10 +204,13 @@ class LLMEngine(EngineAccess):
         prompt_text: str | None = None,
         **others: object,
     ) -> str:
-        """Queue a request, whose outputs `step` returns. Return its id. prompt, params, lora_request: see LLM.generate. priority:
-        see scheduling_policy. arrival_time: ignored. others, positional: arguments of vLLM; unsupported ones are rejected.
+        """Queue a request, whose outputs `step` returns. Return the request's id.
+
+        prompt, params, lora_request: see LLM.generate. priority: see scheduling_policy. arrival_time: ignored. others,
+        positional: arguments of vLLM; unsupported ones are rejected.
         :raises PromptError: if the prompt is empty or too long.
-        :raises ConfigError: if the id is in use, or a parameter or keyword is invalid."""
+        :raises ConfigError: if the id is in use, or a parameter or keyword is invalid.
+        """
         adapters = [each for each in positional if isinstance(each, LoRARequest)]  # vLLM has it after arrival_time
         lora_request = lora_request or next(iter(adapters), None)
         if any(each is not None and not isinstance(each, float | LoRARequest) for each in positional):

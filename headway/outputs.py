@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headway.core.contract.adapters import LoRARequest
 
 LogprobsByToken = dict[int, Logprob]
-"""Token id -> its log-probability at one position: first the token at this position, then the most likely tokens."""
+"""Token id -> log-probability at one position. The token at this position comes first, followed by the most likely tokens."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class CompletionOutput:
     """One completion of a prompt."""
 
     index: int
-    """Index of the completion among the request's n."""
+    """Index of the completion among the request's n completions."""
     text: str
     token_ids: list[int]
     """Token ids of the completion, including a stop token at its end."""
@@ -65,7 +65,7 @@ class RequestMetrics:
     scheduled_ts = property(attrgetter("scheduled_time"))
     first_token_ts = property(attrgetter("first_token_time"))
     last_token_ts = property(attrgetter("finished_time"))
-    """Time of the last token, under vLLM's name, as the four attributes above. A request finishes with its last token."""
+    """Time of the last token, with which a request finishes. This attribute and the four above have vLLM's names."""
 
     @property
     def time_in_queue(self) -> float | None:
@@ -170,7 +170,7 @@ class PoolingParams:
     """Parameters of `LLM.embed`, `LLM.encode` and `LLM.reward`, as programs for vLLM pass them."""
 
     dimensions: int | None = None
-    """Number of embedding elements to keep, if the model was trained for it."""
+    """Number of embedding elements to keep, if the model supports shortened embeddings."""
     truncate_prompt_tokens: int | None = None
     """Maximum number of tokens of a prompt, -1 for the model's limit. None rejects longer prompts."""
     task: str | None = None

@@ -1,1 +1,2 @@
-"""Kernels besides attention and states: linear layers, experts, steps between them, LoRA, sampling, all-reduce."""
+"""Kernels for all operations except attention and states: linear layers, experts, the operations between these, LoRA, sampling,
+all-reduce."""

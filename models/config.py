@@ -29,9 +29,9 @@ class ExpertNames:
     """Stacked tensor of all experts, read instead of `gate` and `up` if the checkpoint has it."""
     stacked_down: str = "mlp.experts.down_proj"
     shared: str = "mlp.shared_experts"
-    """Prefix of the shared experts' MLP, which contains `shared_up` and `shared_down`."""
+    """Prefix of the shared experts' MLP; `shared_up` and `shared_down` are names after this prefix."""
     shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Gate and up projections, or a single name if both are in one tensor."""
+    """Names of the gate and up projections, or a single name if both are in one tensor."""
     shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
 
@@ -55,7 +55,7 @@ class StateNames:
     """Names of a recurrent part's linear layers, norms and parameters, after the layer's prefix."""
 
     norm: str | None = "input_layernorm"
-    """Norm before the recurrent part. None means that there is no such norm."""
+    """Norm before the recurrent part. None means that the norm is absent."""
     inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Input projections, each with its sections in order; `layers/` defines the sections of each kind of recurrence."""
     by_key_head: bool = False
@@ -90,9 +90,9 @@ class TensorNames:
     attention_norm: str | None = "input_layernorm"
     """Norm before attention."""
     mixer_norm: str = "input_layernorm"
-    """Norm before a mixer: attention and a recurrent part side by side, or a part that adds to the normed input."""
+    """Norm before a mixer: attention and a recurrent part in parallel, or a part that adds to the normed input."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Query, key and value projections, or a single name if all three are in one tensor."""
+    """Names of the query, key and value projections, or a single name if all three are in one tensor."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
@@ -102,7 +102,8 @@ class TensorNames:
     mlp_norm: str | None = "post_attention_layernorm"
     """Norm before the MLP."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Gate and up projections, or a single name if both are in one tensor. For an ungated MLP, its first linear layer."""
+    """Names of the gate and up projections, or a single name if both are in one tensor. An ungated MLP has only the name of its
+    first linear layer."""
     down: str = "mlp.down_proj"
     mlp_post_norm: str | None = None
     experts: ExpertNames = field(default_factory=ExpertNames)
@@ -115,7 +116,7 @@ class TensorNames:
     ignored_modules: tuple[str, ...] = ()
     """Name prefixes of unneeded modules, such as draft (MTP) layers."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """Pairs of a substring of a name and its replacement in some checkpoints."""
+    """Pairs of a substring of a tensor name and the substring that replaces it in some checkpoints."""
 
 
 LLAMA_NAMES = TensorNames()
@@ -123,7 +124,8 @@ LLAMA_NAMES = TensorNames()
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding (RoPE), including its scaling (Su et al. 2021). Layers with equal embeddings share them."""
+    """One rotary embedding (RoPE), including its scaling (Su et al. 2021). Layers with equal rotary embeddings share one
+    RopeConfig."""
 
     inv_freq: tuple[float, ...]
     """head_dim / 2 frequencies in radians per token; 0 for elements that are not rotated."""
@@ -143,15 +145,13 @@ class LayerConfig:
     attention: bool = True
     """True if the layer has attention, which is latent if `DecoderConfig.latent` is set."""
     state: bool = False
-    """True if the layer has the recurrent part of `DecoderConfig.state`. With attention, both read the same normed input, and
-    the sum of their outputs is added to the residual stream (Falcon-H1).
-    """
+    """True if the layer has the recurrent part of `DecoderConfig.state`. If the layer also has attention, both parts read the
+    same normed input, and the sum of their outputs is added to the residual stream (Falcon-H1)."""
     mlp: Literal["dense", "experts"] | None = "dense"
     """Kind of MLP; `experts` means `DecoderConfig.experts`. None means no MLP."""
     normed_scales: tuple[float, float] | None = None
-    """Factors of the normed streams that the mixer's and the MLP's outputs are added to (MiniMax-01). None means that outputs are
-    added to the usual residual stream.
-    """
+    """Factors of the normed streams to which the outputs of the mixer and the MLP are added (MiniMax-01). None means that outputs
+    are added to the usual residual stream."""
     slopes: tuple[float, ...] = ()
     """Slope of each head (`lightning`): the state decays by exp(-slope) per token."""
     names: TensorNames | None = None
@@ -175,7 +175,7 @@ class StateConfig:
     gate_first: bool = False
     """True if the output is multiplied by its gate before the norm."""
     slopes: tuple[float, ...] = ()
-    """Decay slopes of one layer (`lightning`), from its LayerConfig."""
+    """Decay slopes of one layer (`lightning`), copied from its LayerConfig."""
     dt_rank: int = 0
     """Rank of the projection to dt (`mamba1`)."""
     conv_bias: bool = False
@@ -189,18 +189,19 @@ class Multipliers:
 
     qkv: tuple[float, float, float] = (1.0, 1.0, 1.0)
     attention: float = 1.0
-    """Factor of attention's output before it is added to the residual stream; `state` and `mlp` apply to those parts."""
+    """Factor of attention's output before it is added to the residual stream. `state` and `mlp` are the factors for the recurrent
+    part and the MLP."""
     state: float = 1.0
     mlp: float = 1.0
     gate: float = 1.0
     """Factor of the MLP's gate projection, before the activation."""
     sections: tuple[tuple[str, float], ...] = ()
-    """Pairs of a section of a recurrent part's input projection and its factor."""
+    """(section, factor) pairs for the sections of a recurrent part's input projection."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and switches of a decoder. The decoder supports any combination of these options."""
+    """Sizes and options of a decoder. The decoder supports any combination of options."""
 
     model_type: str
     vocab_size: int
@@ -271,7 +272,7 @@ def cached_spec(
     sinks: tuple[float, ...] | None = None,
     batch_invariant: bool = False,
 ) -> AttentionSpec:
-    """Return the attention spec of a layer's KV cache. sinks: the checkpoint's logit of each query head."""
+    """Return the attention spec of a layer's KV cache. sinks: sink logit of each query head, from the checkpoint."""
     if (latent := config.latent) is not None:
         return AttentionSpec(
             num_heads=config.num_heads,

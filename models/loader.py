@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 LOAD_FORMATS = ("auto", "dummy")
 """Values of load_format: auto reads the folder's safetensors files; dummy draws random weights with the shapes of config.json."""
 MODEL_IMPLS = ("auto", "headway", "transformers")
-"""Values of model_impl: headway; transformers (its code with Headway's attention and KV cache); auto prefers headway."""
+"""Values of model_impl. headway is Headway's own decoder; transformers is transformers' code with Headway's attention and KV
+cache; auto prefers headway."""
 
 log = logging.getLogger("headway")
 
@@ -58,7 +59,7 @@ class LoadedModel:
     implementation: str
     """Name of the implementation, for messages: Headway's decoder or transformers' code."""
     tokenizer: Any
-    """Result of `read_tokenizer`. None if missing or skipped: inputs and outputs are then token ids."""
+    """Result of `read_tokenizer`. None if the tokenizer is missing or skipped; inputs and outputs are then token ids."""
     eos_token_ids: frozenset[int]
     """Ids of the tokens that end a response unless ignore_eos is set; see `read_end_tokens`."""
     tokenizer_folder: Path | None = None
@@ -70,7 +71,7 @@ class LoadedModel:
 
     @property
     def rounding(self) -> str:
-        """Description of how this CPU's kernels round activations; empty if they do not."""
+        """Description of how this CPU's kernels round activations; empty if the kernels do not round activations."""
         return self.decoder.rounding if isinstance(self.decoder, Decoder) else ""
 
 
@@ -81,13 +82,14 @@ class LoadOptions:
     batch_invariant: bool = False
     """True for deterministic mode; see Decoder."""
     torch_compile: bool | None = False
-    """True compiles the layers of a model that runs on transformers' code. None compiles them if that works."""
+    """True to compile the layers of a model that runs on transformers' code. None also compiles the layers, but continues
+    uncompiled if this fails."""
     quantization: str | None = None
     """Quantization applied to plain weights of linear layers, a key of ON_LOADING. None means no quantization."""
     keep_quantized: bool = True
-    """False dequantizes all quantized weights, even if the device has kernels for them."""
+    """False to dequantize all quantized weights, even if the device has kernels for them."""
     tokenizer: str | None = None
-    """Tokenizer, as a name for `locate`. None means the model's folder."""
+    """Name or path of the tokenizer, resolved by `locate`. None means the model's folder."""
     origin: ModelOrigin = AS_IT_IS
     """Options that determine which files the model is loaded from."""
     slots: AdapterSlots | None = None
@@ -112,10 +114,10 @@ def load_model(
 ) -> LoadedModel:
     """Locate and load a model.
 
-    dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (where bfloat16 is slower), else the checkpoint's. An
+    dtype: auto, float32, bfloat16 or float16. auto is float32 on a CPU, where bfloat16 is slower, else the checkpoint's dtype. An
     explicit float32 is exact: blocks of a .gguf file are dequantized if their kernels would round activations.
     load_format: auto or dummy. dummy needs only a config.json; the tokenizer is read if the folder has one.
-    model_impl: one of MODEL_IMPLS; the log names the implementation, and the reason why auto chose transformers.
+    model_impl: one of MODEL_IMPLS. The log names the implementation, and the reason if auto chose transformers.
     ranks: if there are several, only this rank's shard is loaded, and every rank must call this function.
 
     :raises ModelError: if the model is unknown, unreadable or unsupported.
@@ -194,7 +196,8 @@ def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | 
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
-    """Return the quantization to apply while loading. asked: a key of ON_LOADING, or the checkpoint's own method (no effect).
+    """Return the quantization to apply while loading. asked: a key of ON_LOADING, or the checkpoint's own method, which has no
+    effect.
 
     :raises ConfigError: if `asked` is neither.
     """
@@ -211,11 +214,12 @@ class _Stores(NamedTuple):
     """Options that determine the formats of weights in memory."""
 
     stored: Quantization | None
-    """Quantization of the checkpoint, which random weights copy. None means unquantized."""
+    """Quantization of the checkpoint, which random weights also use. None means unquantized."""
     quantization: str | None
     """Quantization applied to plain weights while loading. None means no quantization."""
     kernels: LinearKernels | None = None
-    """Kernels for linear layers; weights in their formats stay quantized. None dequantizes all weights."""
+    """Kernels for linear layers. Weights in formats that these kernels support stay quantized. None means that all weights are
+    dequantized."""
     exact: bool = True
     """True to dequantize a .gguf file's blocks if their kernels round activations."""
     experts: ExpertsOptions | None = None

@@ -1,7 +1,7 @@
 """Sharding of a decoder over ranks (tensor parallelism; Shoeybi et al. 2019, arXiv 1909.08053).
 
-A part's first linear layers are sharded by rows: query and KV heads, MLP columns, heads and channels of a state. Its last linear
-layer is sharded by columns, with one all-reduce per part. The residual stream and its norms are replicated.
+The first linear layers of a part are sharded by rows: query and KV heads, MLP columns, heads and channels of a state. The last
+linear layer of a part is sharded by columns, with one all-reduce per part. The residual stream and its norms are replicated.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ModelShard:
 
     @cached_property
     def own(self) -> DecoderConfig:
-        """Configuration of this rank's shard; hidden size and vocabulary size are those of the unsharded model."""
+        """Configuration of this rank's shard. The hidden size and the vocabulary size are not sharded."""
         config, dense = self._config, any(layer.mlp == "dense" for layer in self._config.layers)
         attends = any(layer.attention for layer in config.layers)
         return replace(
@@ -85,7 +85,7 @@ class ModelShard:
 
 
 class VocabularyShard:
-    """Part of the vocabulary on one rank: the same number of tokens on each rank, except on the last ranks."""
+    """Part of the vocabulary on one rank. Every rank has the same number of tokens, except that the last ranks may have fewer."""
 
     def __init__(self, size: int, division: Division) -> None:
         """size: vocabulary size of the model."""
@@ -110,7 +110,7 @@ class VocabularyShard:
         return _with_rows(own, self._rows + 1 if self._divided else self._rows)
 
     def head(self, own: Tensor) -> Tensor:
-        """Return this rank's output head, or its embedding used as one, padded to the common number of rows."""
+        """Return this rank's output head, or the embedding that serves as the head, padded to the common number of rows."""
         return _with_rows(own, self._rows)
 
 
@@ -121,7 +121,8 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 class StateShard:
-    """Shard of the heads or channels of recurrent parts. Ranks whose heads share q and k (`mamba2`: B and C) replicate them."""
+    """Shard of the heads or channels of recurrent parts. If the heads of several ranks share q and k (`mamba2`: B and C), these
+    ranks replicate q and k."""
 
     def __init__(self, config: StateConfig, division: Division) -> None:
         self._spec = config.spec
@@ -157,7 +158,8 @@ class StateShard:
 
     @property
     def _conv_channels(self) -> int:
-        """Number of channels of this rank's convolution: the recurrence's inputs, if the part has a recurrence."""
+        """Number of channels of this rank's convolution; 0 without a convolution. If the part has a recurrence, these channels
+        are the recurrence's inputs."""
         if not self._spec.conv_channels or self._spec.kind in (CONV, MAMBA1):
             return self.out.size if self._spec.conv_channels else 0
         return 2 * self.keys.size + self.values.size

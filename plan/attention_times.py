@@ -37,7 +37,8 @@ class MeasuredLayer:
         return cls(table.attention.to_spec(torch.device("cpu")), to_costs(table), backends)
 
     def fastest_us(self, shape: Shape) -> float:
-        """Return the time in microseconds of the fastest backend, which `auto` would choose. Infinite if none has a time."""
+        """Return the time in microseconds of the fastest backend, which is the backend that `auto` would choose. Infinite if no
+        backend has a measured time."""
         layout = layout_of(self.spec).name
         times = (self.costs.at(shape, name, layout, size)[0] for size in _BLOCK_SIZES for name in self.backends)
         return min(times, default=math.inf)
@@ -88,7 +89,8 @@ class AttentionTimes:
         return known * expected / self.data_sheet_us(measured.spec, inside)
 
     def _of(self, spec: AttentionSpec) -> tuple[MeasuredLayer | None, Source]:
-        """Return the measurements of a kind of layer, or of the most similar one, with their source."""
+        """Return (measurements, source) for a kind of layer, or for the most similar measured kind. Without either, the
+        measurements are None."""
         if spec not in self._known:
             own = self._measured.get(SpecRecord.of(spec).key)
             like = None if own is not None else self._most_similar(spec)
@@ -97,7 +99,8 @@ class AttentionTimes:
         return self._known[spec]
 
     def _most_similar(self, spec: AttentionSpec) -> MeasuredLayer | None:
-        """Return the measured layer of equal head size with the nearest number of KV heads, then of query heads, or None."""
+        """Return the most similar measured layer with the same head sizes and element type, or None. Similarity is the nearest
+        number of KV heads, then of query heads."""
 
         def distance(other: AttentionSpec) -> tuple[float, float]:
             keys = abs(math.log(other.num_kv_heads / spec.num_kv_heads))
@@ -110,7 +113,8 @@ class AttentionTimes:
         return min(alike, key=lambda each: distance(each.spec), default=None)
 
     def data_sheet_us(self, spec: AttentionSpec, shape: Shape) -> float:
-        """Return the time in microseconds, from cache bytes and operations at the fractions of peak rates that kernels reach."""
+        """Return a time in microseconds, computed from the call's cache bytes and operations and the fractions of peak rates that
+        kernels reach."""
         reached, window = self._reached, spec.sliding_window
         seen = shape.kv_len if window is None else min(shape.kv_len, window + shape.query_len - 1)
         row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize if spec.dense else spec.cache_row_bytes

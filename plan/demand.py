@@ -17,7 +17,8 @@ from headway.plan.simulation import SimulatedRequest
 
 Routing = Literal["round-robin", "prefix-aware"]
 ROUTINGS: Final[tuple[Routing, ...]] = ("round-robin", "prefix-aware")
-"""Routing policies. round-robin: replicas take turns. prefix-aware: requests with the same prefix go to the same replica."""
+"""Routing policies. round-robin: each request goes to the next replica. prefix-aware: requests with the same prefix go to the
+same replica."""
 _LEAST_MEASURED = 16
 _MOST_TOKENS = 30_000  # output tokens for which a simulation measures latencies; at least _LEAST_MEASURED requests
 
@@ -39,7 +40,7 @@ class Demand:
     input_len: int
     output_len: int
     rate: float | None = None
-    """Requests per second for the whole fleet, as a Poisson process. None means the maximum that the fleet can serve."""
+    """Arrival rate in requests per second for the whole fleet. None means the maximum rate that the fleet can serve."""
     limits: LatencyLimits = LatencyLimits()
     prefix_len: int = 0
     """Length of the prompts' common prefix in tokens, such as a system prompt."""
@@ -48,12 +49,15 @@ class Demand:
     routing: Routing = "round-robin"
     seed: int = 0
     given: tuple[SimulatedRequest, ...] = ()
-    """Requests with their own arrival times, instead of a Poisson process. The lengths and the rate above then summarize them."""
+    """Requests with explicit arrival times, used instead of a Poisson process. `input_len` and `output_len` are then the maximum
+    lengths of these requests, and `rate` is their mean arrival rate."""
 
     @classmethod
     def of_file(cls, path: Path, limits: LatencyLimits, routing: Routing = "round-robin") -> Demand:
-        """Read a demand from lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}. :raises ConfigError:
-        if a line is bad."""
+        """Read a demand from a file with lines {"arrival": seconds, "input_len": tokens, "output_len": tokens}.
+
+        :raises ConfigError: if the file cannot be read, a line is invalid, or all requests arrive at the same time.
+        """
         need = '{"arrival": seconds, "input_len": tokens, "output_len": tokens} in each line'
         try:
             lines = [line for line in read_text(path).splitlines() if line.strip()]
@@ -100,7 +104,7 @@ class Demand:
 
     @property
     def max_model_len(self) -> int:
-        """Length of the longest request, prompt plus output, in tokens."""
+        """Upper bound on the length of a request, prompt plus output, in tokens."""
         return self.input_len + self.output_len
 
     @property
@@ -109,11 +113,11 @@ class Demand:
         return sum(each.output_len for each in self.given) / len(self.given) if self.given else self.output_len
 
     def full_load(self, concurrency: int) -> tuple[list[SimulatedRequest], range]:
-        """Return requests for one replica that always runs `concurrency` of them, and the indices of the requests to measure.
+        """Return requests for a replica that always runs `concurrency` of them, and the indices of the requests to measure.
 
-        The first requests are at every stage of their output, so that the replica starts in its steady state: later requests
-        follow one by one instead of all at once. Requests with most output left come first, so that none ends, and is
-        followed by a measured request, before all have started.
+        The first `concurrency` requests have different amounts of output left, so that the replica starts in its steady state:
+        later requests arrive one by one instead of all at once. Requests with the most output left come first, so that no request
+        ends, and is followed by a measured request, before all of them have started.
         """
         window = max(_LEAST_MEASURED, min(concurrency, _MOST_TOKENS // self.output_len))
         begun = []
@@ -126,11 +130,12 @@ class Demand:
         return begun + later, range(concurrency, concurrency + window)
 
     def arrivals(self, replicas: int, count: int) -> list[SimulatedRequest]:
-        """Return the first `count` requests that one replica receives, or all requests of a file.
+        """Return the first `count` requests that one replica receives. If the requests come from a file, return every
+        `replicas`-th of them.
 
-        All replicas are equal, so one represents all. Round-robin passes on every `replicas`-th request of a Poisson process,
-        which makes the gaps gamma-distributed. Prefix-aware routing keeps each prefix on one replica, whose arrivals are
-        again a Poisson process.
+        All replicas are equal, so one represents all. Round-robin routing sends every `replicas`-th request of a Poisson process
+        to a replica, so the gaps between arrivals are gamma-distributed. Prefix-aware routing sends all requests with the same
+        prefix to one replica, whose arrivals are again a Poisson process.
         """
         assert self.rate is not None
         if self.given:

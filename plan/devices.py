@@ -15,32 +15,37 @@ from headway.core.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Reached fractions of a GPU's rates, and fixed times, fitted on an H200 (`bench.studies.plan fit`). Estimates for others."""
+    """Fractions of a GPU's peak rates that kernels reach, and fixed times, fitted on an H200 (`bench.studies.plan fit`). For
+    other GPUs the values are estimates."""
 
     product_read: float = 0.84
     """Fraction of the memory bandwidth at which a GEMM reads its weights."""
     product_matrix: float = 0.748
-    """Fraction of the matrix rate at many rows: 740 of 989 TFLOP/s, the median `matrix_tflops` in bench/results/h200."""
+    """Fraction of the matrix rate that a GEMM with many rows reaches: 740 of 989 TFLOP/s, the median `matrix_tflops` in
+    bench/results/h200."""
     product_depth: float = 220.0
-    """Columns of the weights (K) whose time equals the prologue and epilogue of a tile: a short K reaches less of the rate."""
+    """Number of weight columns (K) that take as long to process as the prologue and epilogue of a tile. A GEMM with a short K
+    therefore reaches a smaller fraction of the matrix rate."""
     product_us: float = 1.07
     """Fixed time per GEMM in microseconds: launch in a graph, first wave and last wave."""
     layer_us: float = 3.19
     """Time of a layer's other work (norms, RoPE, activations) in a step of few tokens, in microseconds."""
     element_read: float = 0.445
-    """Fraction of the memory bandwidth at which activations pass between GEMMs."""
+    """Fraction of the memory bandwidth reached when activations are written and read between GEMMs."""
     expert_us: float = 11.1
     """Time of an expert layer besides reading its weights, in microseconds: routing and sorting."""
     expert_matrix: float = 0.45
     """Fraction of the matrix rate that expert GEMMs with many token-expert pairs reach."""
     alone_us: float = 3.66
-    """Microseconds of a CUDA graph's launch, which a table's decode times include and a kernel within a step's graph saves."""
+    """Launch time of a CUDA graph in microseconds. A crossover table's decode times include this launch, which a kernel inside a
+    step's graph does not need."""
     decode_read: float = 0.86
     """Fraction of the memory bandwidth at which decode reads keys and values, used without a crossover table."""
     decode_us: float = 7.95
     """Fixed time of a layer's decode attention, in microseconds."""
     narrow_us: float = 7.0
-    """Extra microseconds of decode with an 8-bit cache: bench/results/h200/decode-fp8.json minus the time to read its bytes."""
+    """Extra time of decode attention with an 8-bit cache, in microseconds: the time in bench/results/h200/decode-fp8.json minus
+    the time to read the cache's bytes."""
     prefill_matrix: float = 0.629
     """Fraction of the matrix rate that prefill attention reaches, used without a crossover table."""
     prefill_us: float = 13.5
@@ -50,25 +55,25 @@ class Utilisation:
     state_us: float = 5.0
     """Fixed time of a state layer, in microseconds."""
     scan_flops: float = 6e13
-    """Operations per second of a prompt's state scan on a whole GPU, at 6 operations per state element and token."""
+    """Operations per second of a prompt's state scan on a whole GPU, counting 6 operations per state element and token."""
     step_us: float = 22.0
     """Time that a step spends outside its layers (embedding, sampling, copies), in microseconds."""
     host_us: float = 300.0
-    """Host time per step in microseconds, overlapped with the device: this and the next are 0.84 ms at 256 sequences
-    (bench/results/h200/host-256.json) and 0.38 ms at one sequence (throughput-auto-512.json)."""
+    """Host time per step in microseconds, overlapped with device work. The measured total, including `host_sequence_us`, is 0.84
+    ms at 256 sequences (bench/results/h200/host-256.json) and 0.38 ms at one sequence (throughput-auto-512.json)."""
     host_sequence_us: float = 2.1
     """Host time per sequence of a step, in microseconds."""
     host_layer_us: float = 80.6
     """Host time per layer of prefill steps without a CUDA graph, in microseconds."""
     host_mixed_us: float = 210.0
-    """Host microseconds per layer of a mixed decode and prefill step, which runs as piecewise CUDA graphs with two attention
-    launches between them. Chosen to match the latencies in bench/results/h200/server.json."""
+    """Host time per layer of a step with both decode and prefill, in microseconds. Such a step runs as piecewise CUDA graphs with
+    two attention launches between them. The value is chosen to match the latencies in bench/results/h200/server.json."""
     request_us: float = 434.0
     """Time from a request's arrival until the scheduler sees it, in microseconds."""
 
 
 H200: Final = Utilisation()
-"""Utilisation of an H200, fitted to bench/results/h200; docs/plan.md has the accuracy."""
+"""Utilisation of an H200, fitted to bench/results/h200; docs/plan.md states the accuracy of the fit."""
 
 
 GIB: Final = 1024**3
@@ -85,7 +90,8 @@ class AllReduceTimes:
     """Number of ranks -> microseconds per all-reduce, for each size in MESSAGE_BYTES."""
 
     def us(self, ranks: int, num_bytes: float) -> float:
-        """Return the time in microseconds: log-linear between measured sizes and ranks, constant below, proportional above."""
+        """Return the time in microseconds, interpolated on logarithmic scales between measured sizes and numbers of ranks. The
+        time is constant below the smallest size and proportional to the size above the largest."""
         if ranks == 1:
             return 0.0
         known = sorted(self.by_ranks)
@@ -116,7 +122,7 @@ def _between(low: float, high: float, share: float) -> float:
 
 @dataclass(frozen=True)
 class GpuKind:
-    """A kind of GPU, from its data sheet. Hosts have eight."""
+    """Kind of GPU, described by its data sheet. Hosts are assumed to have eight GPUs."""
 
     name: str
     title: str
@@ -135,7 +141,8 @@ class GpuKind:
 
 
 def _table(device: str, version: str, *rows: Sequence[float]) -> AllReduceTimes:
-    """Return times of vLLM's custom all-reduce, and of NCCL beyond its largest message, for 2, 4 and 8 ranks."""
+    """Return all-reduce times for 2, 4 and 8 ranks: vLLM's custom all-reduce, or NCCL for messages larger than the custom
+    all-reduce supports."""
     source = f"{device}, vLLM {version}, from NVIDIA's aiconfigurator-core 0.12.0 (Apache-2.0)"
     return AllReduceTimes(source, dict(zip((2, 4, 8), rows, strict=True)))
 
@@ -226,7 +233,8 @@ GPU_KINDS: Final[Mapping[str, GpuKind]] = {kind.name: kind for kind in _KINDS}
 
 
 def gpu_kind(name: str) -> GpuKind:
-    """Return the GPU kind with this name, in any case. :raises ConfigError: if it is unknown; the error lists the known names."""
+    """Return the GPU kind with this name, ignoring case. :raises ConfigError: if the name is unknown; the error lists the known
+    names."""
     known = GPU_KINDS.get(name.lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), GPU_KINDS, n=1)

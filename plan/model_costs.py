@@ -38,7 +38,8 @@ _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_attention_heads": (),
     "vocab_size": (),
 }
-"""Name of a required size in transformers -> names of possible substitutes. Transformers' defaults would be wrong."""
+"""Required size in transformers' configuration -> names of fields that may replace it. A missing size is an error, because
+transformers' default would be wrong."""
 
 
 class PlannedModel(NamedTuple):
@@ -50,7 +51,8 @@ class PlannedModel(NamedTuple):
 
 
 def read_planned_model(model: str) -> PlannedModel:
-    """Read a model's configuration from a folder, hub id or shape name. :raises ModelError: if it is unknown or unsupported."""
+    """Read a model's configuration from a folder, hub id or shape name. :raises ModelError: if the model is unknown or
+    unsupported."""
     folder = locate(model, weights=False)
     missing = _missing(folder)
     if missing:
@@ -75,9 +77,9 @@ def _missing(folder: Path) -> list[str]:
 
 
 UNEVENNESS: Final = 0.75
-"""Standard deviation of the logarithm of the experts' selection frequencies. The experts selected per layer in
-bench/results/h200/experts-vllm.json (70.2 and 108.6 of 128 with 16 and 64 tokens, 44.6 and 59.8 of 64) correspond to 0.65 to
-0.9."""
+"""Standard deviation of the logarithm of the experts' selection frequencies. Values from 0.65 to 0.9 match the experts selected
+per layer in bench/results/h200/experts-vllm.json: with 16 and 64 tokens, 70.2 and 108.6 of 128 experts, and 44.6 and 59.8 of 64
+experts."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,10 @@ class WeightPrecision:
 
     name: str
     bits: float | None
-    """Bits per weight, including its part of the scales. None means the model's element type."""
+    """Bits per weight, including the scales. None means the size of the model's element type."""
     rate: float = 1.0
-    """Read rate of GEMMs with these weights relative to 16-bit weights, for 1, 16 and 64 requests of Llama-3-8B's shape on an
-    H100 and an H200 (weights-*.json in bench/results, docs/plan.md)."""
+    """Bytes per second at which GEMMs read these weights, relative to 16-bit weights. Measured for 1, 16 and 64 requests with
+    Llama-3-8B's shape on an H100 and an H200 (weights-*.json in bench/results, docs/plan.md)."""
     option: str | None = ""
     """Option that quantizes a plain checkpoint to this format. None means that a different checkpoint is needed."""
     of_experts: tuple[float | None, float] | None = None
@@ -115,11 +117,12 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightPrecision]] = {
         WeightPrecision("mxfp4", None, 1.0, None, of_experts=(4 + 8 / 32, 0.6)),
     )
 }
-"""model: the checkpoint's format. fp8: one scale per row. int4: groups of 128 with a 16-bit scale. mxfp4: only experts."""
+"""Weight formats by name. model: the checkpoint's format. fp8: one scale per row. int4: groups of 128 weights with a 16-bit
+scale. mxfp4: only expert weights."""
 
 
 def weight_format(name: str) -> WeightPrecision:
-    """Return the weight format with this name. :raises ConfigError: if it is unknown."""
+    """Return the weight format with this name. :raises ConfigError: if the name is unknown."""
     if name not in WEIGHT_FORMATS:
         raise ConfigError("--weights", ", ".join(WEIGHT_FORMATS), repr(name))
     return WEIGHT_FORMATS[name]
@@ -127,7 +130,7 @@ def weight_format(name: str) -> WeightPrecision:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """GEMM of a step's tokens with a weight [rows, columns], in `count` layers."""
+    """GEMM of a step's tokens with a weight matrix [rows, columns], which occurs in `count` layers."""
 
     rows: float
     columns: float
@@ -145,7 +148,8 @@ class RankExperts:
     count: int
 
     def touched(self, tokens: int) -> float:
-        """Return the mean number of experts that a rank reads for a number of tokens, assuming uneven selection (UNEVENNESS)."""
+        """Return the mean number of experts whose weights a rank reads in a step of `tokens` tokens, assuming uneven selection
+        (UNEVENNESS)."""
         missed = [(1 - chance) ** tokens for chance in self.chances]
         return len(missed) - sum(missed)
 
@@ -174,11 +178,12 @@ class RankCosts:
     """Layers of the rank's shard; their KV caches have the requested element type."""
     weights: WeightPrecision
     products: tuple[ProductShape, ...]
-    """GEMMs that every token needs, without experts and the head."""
+    """GEMMs that every token needs, excluding experts and the head."""
     head: ProductShape
     experts: RankExperts | None
     plain_bytes: int
-    """Bytes in the model's element type, independent of the weight format: embedding, head, routers, learned positions."""
+    """Size in bytes of the weights that have the model's element type in every weight format: embedding, head, routers and
+    learned positions."""
     num_sums: int
     """Number of all-reduces of [tokens, hidden_size] per step."""
     itemsize: int
@@ -217,7 +222,8 @@ class RankCosts:
         return sum(KEY_VALUE.bytes_per_slot(spec) for spec in self.layers.states)
 
     def largest_step_bytes(self, tokens: int, rows: int) -> float:
-        """Return the approximate activation bytes of a step. rows: number of sampled rows, at 42 bytes per logit to filter."""
+        """Return the approximate number of activation bytes of a step. rows: number of sampled rows, each of which takes 44 bytes
+        per logit."""
         widest = max((each.rows + each.columns for each in self.products), default=0)
         return tokens * self.itemsize * (6 * self.config.hidden_size + 2 * widest) + rows * self.config.vocab_size * 44
 
@@ -229,8 +235,11 @@ def rank_costs(
     kv_cache_dtype: str = "auto",
     weights: WeightPrecision = WEIGHT_FORMATS["model"],
 ) -> RankCosts:
-    """Return the costs of rank 0 of `size` ranks, the highest of all. config: the whole model's. dtype: its element type.
-    :raises ConfigError: if the model's sizes are not divisible by the number of GPUs (`ModelShard`)."""
+    """Return the costs of rank 0, which are the highest of all `size` ranks. config: configuration of the whole model. dtype: the
+    model's element type.
+
+    :raises ConfigError: if the model's sizes are not divisible by the number of ranks (`ModelShard`).
+    """
     cut = ModelShard(config, size=size, by_expert=False)
     own, layers = cut.own, _own_layers(cut.own, dtype, kv_cache_dtype)
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size
@@ -312,7 +321,8 @@ def _mlp_products(own: DecoderConfig) -> list[ProductShape]:
 
 
 def check_cache_dtype(config: DecoderConfig, name: str) -> str:
-    """Return why a model's KV cache cannot have this element type, or "" if it can. :raises ConfigError: if it is unknown."""
+    """Return the reason why a model's KV cache cannot have this element type, or "" if it can. :raises ConfigError: if the
+    element type is unknown."""
     if name not in ("auto", *KV_DTYPES):
         raise ConfigError("--kv-cache-dtype", f"auto, {', '.join(KV_DTYPES)}", repr(name))
     integer = name != "auto" and not KV_DTYPES[name].is_floating_point
@@ -323,7 +333,7 @@ BLOCK_SIZE: Final = 16
 SPARE_BYTES: Final = int(0.75 * GIB)
 """Bytes reserved for CUDA's context, library workspaces and graphs."""
 GROUP_BYTES: Final = int(0.4 * GIB)
-"""Bytes that NCCL allocates per rank if there are several ranks (342 to 392 MB in the tables of `devices`' source)."""
+"""Bytes reserved per rank for NCCL if there are several ranks. The source of the tables in `devices` reports 342 to 392 MB."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +349,7 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of an engine as its scheduler sees it, and its limits."""
+    """Memory and limits of an engine, as its scheduler sees them."""
 
     pages: PageFormat
     num_pages: int
@@ -350,13 +360,14 @@ class EngineMemory:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the KV cache can hold in sequences of max_model_len."""
+        """Number of tokens that the KV cache can hold if all sequences have the length max_model_len."""
         longest = self.limits.max_model_len
         return (self.num_pages - self.pages.reserved) * longest // self.pages.pages_for(longest, 1)
 
 
 def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> EngineMemory:
-    """Size states and pages for the memory left on one GPU. :raises ConfigError: if not even one sequence fits."""
+    """Choose the number of states and pages for the memory left on one GPU. :raises ConfigError: if not even one sequence
+    fits."""
     usable = gpu.memory_bytes * limits.gpu_memory_utilization
     overhead = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
     activations = costs.largest_step_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)

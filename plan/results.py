@@ -1,4 +1,5 @@
-"""Result file of a search: plans that meet the limits, best first, and why the other layouts are slower."""
+"""Result file of a search: plans that meet the limits, best first, and the reasons why other layouts are slower or cannot
+start."""
 
 from __future__ import annotations
 
@@ -58,11 +59,12 @@ class PlanRow(BaseModel):
     preemptions: int
     attention: Source
     us_per_token: dict[str, float]
-    """Component -> microseconds of a rank per output token. The host's time overlaps with the device's."""
+    """Component of a step -> time of one rank per output token, in microseconds. Host time overlaps with device time."""
     command: str
-    """Command that starts a replica. Empty if this version cannot start it."""
+    """Command that starts a replica. Empty if the weight format needs a different checkpoint."""
     reason: str = ""
-    """Reason why this plan is not the best: the limit that it misses, or the component that takes more time than in the best."""
+    """Reason why this plan is not the best: the limit that it misses, or the component that takes more time than in the best
+    plan."""
 
 
 class RefusedRow(BaseModel):
@@ -99,7 +101,7 @@ class PlanReport(ResultFile):
     """Every batch size of every layout on all GPUs, at full load."""
     refused: list[RefusedRow]
     sources: list[str]
-    """Source of each kind of time: measured or estimated."""
+    """Lines that state whether each kind of time is measured or estimated."""
 
 
 def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, command: str) -> PlanReport:
@@ -144,7 +146,8 @@ def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
 
 
 def nothing_meets(search: FleetSearch) -> ConfigError:
-    """Return the error for a search without a plan: the limit that the closest plan exceeds, or why nothing starts."""
+    """Return the error for a search in which no plan meets the limits. The message states the limit that the closest plan
+    exceeds, or why no layout can start."""
     closest = search.closest()
     if closest is None:
         by_size = sorted(search.refused, key=lambda each: (not each.reason.startswith("memory"), -each.layout.size))
@@ -159,7 +162,8 @@ def nothing_meets(search: FleetSearch) -> ConfigError:
 
 
 def why_slower(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
-    """Return why a plan that meets the limits is not the best: the difference, and the component that takes more GPU time."""
+    """Return the reason why a plan that meets the limits is not the best: the difference in GPUs or speed, and the component that
+    takes more GPU time."""
     if search.demand.rate is not None and plan.num_gpus != best.num_gpus:
         difference = f"takes {plan.num_gpus} GPUs, not {best.num_gpus}"
     elif search.demand.rate is not None:
@@ -207,7 +211,7 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
 
 
 def start_command(layout: Layout, model: str, batch: int, max_model_len: int) -> str:
-    """Return the command that starts one replica; empty if the format needs a different checkpoint."""
+    """Return the command that starts one replica; empty if the weight format needs a different checkpoint."""
     if layout.weights.option is None:
         return ""
     words = ["headway", "serve", model, *layout.weights.option.split()]
@@ -219,7 +223,7 @@ def start_command(layout: Layout, model: str, batch: int, max_model_len: int) ->
 
 
 def sources(search: FleetSearch) -> list[str]:
-    """Return lines with the source of each kind of time: measured, or estimated."""
+    """Return lines that state whether each kind of time is measured or estimated."""
     gpu, kinds = search.gpu, {plan.attention for plan in search.full_load}
     notes: dict[Source, str] = {
         "table": "measured, by crossover tables of this kind of GPU",

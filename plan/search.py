@@ -1,4 +1,4 @@
-"""Search over all layouts of a model on one kind of GPU: rejected by size or memory, or simulated and ranked, with reasons."""
+"""Search over all layouts of a model on one kind of GPU. Each layout is rejected by size or memory, or simulated and ranked."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ class FleetPlan:
     tokens_per_second: float
     """Output tokens per second of the whole fleet."""
     tokens_per_second_per_gpu: float
-    """Output tokens per second divided by the number of given GPUs or, with a rate, of the GPUs that the replicas use."""
+    """Output tokens per second per GPU. This counts all given GPUs or, if the demand has a rate, only the GPUs that the replicas
+    use."""
     first_token_ms: float
-    """Time to first token in milliseconds. This and the next field are at the percentile of the limits."""
+    """Time to first token in milliseconds, at the percentile of the limits. The same percentile applies to `per_token_ms`."""
     per_token_ms: float
     memory_bytes: float
     """Memory per GPU in bytes."""
@@ -70,7 +71,7 @@ class FleetPlan:
     attention: Source
     latencies: Latencies
     reason: str = ""
-    """Text on the limit that the plan exceeds most; empty if it meets all limits."""
+    """Description of the limit that the plan exceeds most; empty if the plan meets all limits."""
 
     @property
     def meets(self) -> bool:
@@ -107,7 +108,8 @@ class FleetSearch:
     plans: list[FleetPlan] = field(default_factory=list, init=False)
     """All simulated plans, including those that miss a limit."""
     full_load: list[FleetPlan] = field(default_factory=list, init=False)
-    """Plans of all GPUs at full load, for every batch size. If the demand has a rate, none of them is selected."""
+    """Plans that use all GPUs at full load, for every layout and batch size. If the demand has a rate, none of these plans is
+    selected."""
 
     def __post_init__(self) -> None:
         """:raises ConfigError: if there is no GPU."""
@@ -121,7 +123,8 @@ class FleetSearch:
         return [Layout(size, cache, weights) for size in sizes for cache in caches for weights in formats]
 
     def run(self, layouts: Sequence[Layout], advance: Callable[[], None] = lambda: None) -> list[FleetPlan]:
-        """Simulate all layouts. Return the best plan per layout that meets the limits, best first; `plans` lists all plans."""
+        """Simulate all layouts. For each layout, return the best plan that meets the limits, best layout first; `plans` lists all
+        plans."""
         for layout in layouts:
             self._try(layout)
             advance()
@@ -177,7 +180,8 @@ class FleetSearch:
             self.plans.append(self._with_rate(curve, times, memory))
 
     def _refine(self, curve: list[FleetPlan], times: StepPredictor) -> None:
-        """Simulate a batch size between the last two of a curve, at which the time per token should just meet its limit."""
+        """Simulate one more batch size, between the last two of a curve, at which the time per token should just meet its
+        limit."""
         limit, last = self.demand.limits.per_token_ms, curve[-1]
         if limit is None or len(curve) < 2 or last.batch - curve[-2].batch < 2 * _FINEST:
             return
@@ -226,7 +230,7 @@ class FleetSearch:
         replicas: int,
         total: float,
     ) -> FleetPlan:
-        """Return a plan with the reason why it misses its limits. total: output tokens per second of all replicas."""
+        """Return a plan, with the reason if it misses the limits. total: output tokens per second of all replicas."""
         limits, used = self.demand.limits, replicas * layout.size
         plan = FleetPlan(
             layout=layout,
@@ -263,9 +267,12 @@ class FleetSearch:
         return most if most[0] > 0 else (most[0], "")
 
     def _with_rate(self, curve: Sequence[FleetPlan], times: StepPredictor, memory: EngineMemory) -> FleetPlan:
-        """Return the plan with the fewest replicas that serve the rate within the limits, by simulating one of them; if no number
-        of replicas does, a plan that uses all GPUs. curve: plans at full load, from which the first guess is made. memory: for
-        the largest batch, an upper bound that a replica rarely reaches."""
+        """Return the plan with the fewest replicas that serve the rate within the limits, found by simulating one replica. If no
+        number of replicas is enough, return a plan that uses all GPUs.
+
+        curve: plans at full load, from which the first guess is made.
+        memory: engine memory for the largest batch size, an upper bound that a replica rarely reaches.
+        """
         assert self.demand.rate is not None
         full, wanted = curve[-1], self.demand.rate * self.demand.mean_output_len
         most = self.num_gpus // full.layout.size
@@ -288,7 +295,8 @@ class FleetSearch:
         return best
 
     def _within(self, curve: Sequence[FleetPlan]) -> float:
-        """Return the output tokens per second of one replica at the limit of the time per token, interpolated on the curve."""
+        """Return the output tokens per second of one replica at the limit of the time per token, interpolated on the curve, or at
+        the largest batch size if no plan exceeds the limit."""
         limit = self.demand.limits.per_token_ms
         able = [plan.latencies.tokens_per_second for plan in curve]
         if limit is None or curve[-1].per_token_ms <= limit or len(curve) == 1:

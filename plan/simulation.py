@@ -46,9 +46,10 @@ class Latencies:
 
     first_token: Sequence[float]
     per_token: Sequence[float]
-    """Mean time per token after the first, for each request. Requests of one token are left out."""
+    """Mean time per token after the first, for each request with more than one output token."""
     seconds: float
-    """Seconds from the first arrival to the last token, or of the part in which tokens were counted."""
+    """Duration of the window in which tokens were counted, in seconds. The window extends from the first arrival to the last
+    token unless only some requests are measured."""
     output_tokens: int
     """Number of output tokens of all requests within `seconds`."""
     num_steps: int
@@ -83,12 +84,14 @@ class _Times:
 
 @dataclass
 class Replica:
-    """One engine: its `Scheduler` decides, `StepPredictor` predicts times. Steps launch ahead as in `EngineLoop`."""
+    """Simulated engine. The engine's `Scheduler` chooses the sequences of each step, and a `StepPredictor` predicts the step's
+    time. Steps are launched ahead, as in `EngineLoop`."""
 
     times: StepPredictor
     memory: EngineMemory
     in_flight: int = 1
-    """Number of steps launched before the oldest one is read. 0 means each step is read before the next is launched."""
+    """Maximum number of steps with unread results when the next step is launched. 0 means that each step is read before the next
+    is launched."""
     request_seconds: float = 0.0
     """Seconds from a request's arrival until the scheduler sees it."""
     _seqs: dict[str, _Times] = field(default_factory=dict, init=False)
@@ -117,10 +120,14 @@ class Replica:
     def run(
         self, requests: Iterable[SimulatedRequest], concurrency: int | None = None, measured: range | None = None
     ) -> Latencies:
-        """Run requests until all measured ones have ended. Return their latencies. requests: in order of arrival. concurrency: a
-        request arrives when an earlier one ends, so that this many run at any time; arrival times are ignored. measured: indices
-        of the requests to measure; None means all. If not all are measured, tokens are counted from the arrival of the first
-        measured request to that of the last."""
+        """Run requests until all measured requests have ended. Return the latencies of the measured requests.
+
+        requests: requests in order of arrival.
+        concurrency: number of requests that run at any time. A new request arrives whenever one ends, and arrival times are
+        ignored. None uses the arrival times.
+        measured: indices of the requests to measure; None means all. If not all requests are measured, tokens are counted from
+        the arrival of the first measured request to the arrival of the last.
+        """
         coming = deque(requests)
         measured = range(len(coming)) if measured is None else measured
         begin = coming[0].arrival if coming and concurrency is None else 0.0
@@ -210,7 +217,8 @@ class Replica:
             self.scheduler.remove_finished()
 
     def _latencies(self, measured: range, begin: float, window: tuple[float, int] | None) -> Latencies:
-        """Return the latencies of measured requests. window: (seconds, tokens) if only a part of the time counts."""
+        """Return the latencies of measured requests. window: (seconds, tokens) of the window in which tokens are counted; None
+        counts all tokens."""
         done = [self._seqs[str(number)] for number in measured]
         seconds, tokens = window or (max(each.last for each in done) - begin, self._tokens)
         later = [each for each in done if each.request.output_len > 1]

@@ -41,7 +41,8 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Time of a step by component, in microseconds. All but `host` and `launches` run one after another on the device."""
+    """Time of a step by component, in microseconds. All components except `host` and `launches` run one after another on the
+    device."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -51,12 +52,12 @@ class StepParts:
     """Time of all-reduces and of the exchange of sampled tokens."""
     other: float = 0.0
     host: float = 0.0
-    """Host work before a step. The device does not wait for it if it takes less time than the previous step."""
+    """Time of host work before a step. The device does not wait if this work takes less time than the previous step."""
     launches: float = 0.0
-    """Host work after the device has started: kernels launched one by one."""
+    """Time of host work after the device has started the step, in which kernels are launched one by one."""
 
     def times(self, host_free: float, device_free: float) -> tuple[float, float]:
-        """Return the seconds at which host and device finish a step, given when they become free."""
+        """Return the times in seconds at which host and device finish a step, given the times at which they become free."""
         begun = host_free + 1e-6 * self.host
         launched = begun + 1e-6 * self.launches
         return launched, max(max(begun, device_free) + 1e-6 * self.device, launched)
@@ -116,7 +117,8 @@ class StepPredictor:
         )
 
     def _launches_of_a_layer(self, work: StepWork) -> float:
-        """Return host microseconds per layer: 0 for steps with one CUDA graph (decode, short prefill), else the launches."""
+        """Return the host time for launching a layer's kernels, in microseconds. 0 for steps that run as one CUDA graph (decode,
+        short prefill)."""
         if not work.query_lens:
             return 0.0
         if work.num_decodes:
@@ -144,7 +146,8 @@ class StepPredictor:
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))
 
     def _sums(self, tokens: int, rows: int) -> float:
-        """Return the time of all-reduces, and of the exchange between ranks per row sampled without a filter, in microseconds."""
+        """Return the time of all-reduces and of the exchange of sampled tokens between ranks, in microseconds. rows: number of
+        sampled rows."""
         costs, size = self.costs, self.costs.size
         if size == 1:
             return 0.0
@@ -153,7 +156,8 @@ class StepPredictor:
         return summed + table.us(size, rows * 8)
 
     def _state(self, spec: StateSpec, work: StepWork) -> float:
-        """Return the microseconds of a state layer: decode reads and writes each sequence's state, prefill scans tokens."""
+        """Return the time of a state layer in microseconds. Decode reads and writes each sequence's state; prefill scans the
+        tokens."""
         reached, size, us = self._reached, KEY_VALUE.bytes_per_slot(spec), 0.0
         if work.num_decodes:
             us += reached.state_us + 2 * size * work.num_decodes / (self._read * reached.state_read)

@@ -18,7 +18,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: plugin records are also read where torch must not be imported."""
+    """Import a name at its first use, because programs that must not import torch also read plugin records."""
     if name not in _HOME:
         raise AttributeError(f"module 'headway.registry' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,5 @@
-"""Built-in plugin: Headway's own kernels and layouts, registered through the public hooks. It imports no kernel library."""
+"""Built-in plugin: Headway's own kernels and layouts, registered through the public hooks. The plugin imports no kernel
+library."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from headway.registry.hookspecs import hookimpl
 log = logging.getLogger("headway")
 
 _GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-"""Device types of GPU kernels. Triton's interpreter runs them on any device."""
+"""Device types of GPU kernels. Empty with Triton's interpreter, which runs these kernels on any device."""
 
 
 def _writer(device: torch.device) -> CacheWriter:
@@ -70,7 +71,7 @@ _CLASSES = {
 
 
 def _info(name: str, summary: str, extra: str = "") -> BackendInfo:
-    """Return a backend's registration. extra: library to install; backends with one require a GPU."""
+    """Return a backend's registration. extra: library to install; a backend that needs a library also requires a GPU."""
     return BackendInfo(name, summary, _class(_CLASSES[name]), extra, devices=_GPUS if extra else (), api_version=API_VERSION)
 
 
@@ -139,7 +140,8 @@ _SUMS = (
     _sum("nccl", "NCCL, tensors of any size", "core.engine.ranks.torch_ranks:Nccl"),
     _sum("gloo", "gloo, ranks on a CPU", "core.engine.ranks.torch_ranks:Gloo", device="cpu"),
 )
-"""All-reduce kernels. Without measured times, the first that supports a tensor runs. The last for each device supports all."""
+"""All-reduce kernels in order of preference. Without measured times, the first kernel that supports a tensor runs. The last
+kernel for each device type supports every tensor."""
 
 
 @hookimpl
@@ -151,7 +153,7 @@ def headway_register_kernels() -> list[KernelInfo]:
 
 @hookimpl
 def headway_rank_state_backends(spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-    """Return the order for a start without measured times: registration order, with the baseline last."""
+    """Return the candidates in the order for a start without measured times: registration order, with the baseline last."""
     return sorted(candidates, key=lambda name: name == "torch")
 
 
@@ -188,19 +190,23 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
 }
 """Order of backends by device type and phase, best first, used without measured times.
 
-Measured on one H200 (bf16, head_dim 128, 32/8 heads). hopper leads flash_attn_3, the fastest library, in most prompts and
-extends, and needs no library. Prefill of the others in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens: flash_attn_4
-34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317; xformers 6 to 177 with CUTLASS, like flash_attn with flash except for
-host time. flash_attn_4 thus loses 40 us on a short prompt and halves the time of a long one, which matters more. sdpa with
-torch's flash kernel reaches 57 to 351, but needs one call per length in a mixed step, and gathers the context first. Decode:
-triton was faster than flash_attn in nearly every cell, and both than the rest. xformers spends at least 190 us per call.
-flash_attn_4 has no split-KV on Hopper, so one long context occupies only a few SMs. torch_varlen is flash_attn's kernel with more
-overhead."""
+Measured on one H200 (bf16, head_dim 128, 32 query heads, 8 KV heads). hopper is faster than flash_attn_3, the fastest library,
+for most prompts and extends, and needs no library. Prefill speed of the other backends in TFLOP/s at 1x512, 1x2048, 1x8192,
+1x32768 and 8x2048 tokens: flash_attn_4 34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317. xformers reaches 6 to 177 with
+CUTLASS; with flash, it differs from flash_attn only in host time. Compared with flash_attn, flash_attn_4 loses 40 us on a short
+prompt but halves the time of a long prompt, which matters more. sdpa with torch's flash kernel reaches 57 to 351, but needs one
+call per length in a mixed step, and gathers the context first.
+
+In decode, triton was faster than flash_attn in nearly every cell, and both were faster than the rest. xformers spends at least
+190 us per call. flash_attn_4 has no split-KV on Hopper, so one long context occupies only a few SMs. torch_varlen is flash_attn's
+kernel with more overhead.
+"""
 
 
 @hookimpl
 def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-    """Return the order for a start without measured times: RANK if it has the device, else registration order; baseline last."""
+    """Return the candidates in the order for a start without measured times. The order is RANK if it has the device type, else
+    registration order; the baseline is last."""
     order = RANK.get(spec.device.type, {}).get(phase, ("sdpa.math",))
     last = len(order) - 1  # unknown names come before the baseline
     return sorted(candidates, key=lambda name: order.index(name) if name in order else last - 0.5)

@@ -29,14 +29,15 @@ def headway_register_layouts() -> Iterable[LayoutInfo]:
 
 @hookspec
 def headway_register_backends() -> Iterable[BackendInfo]:
-    """Return the plugin's attention backends. This must not import a kernel library."""
+    """Return the plugin's attention backends. The hook must not import a kernel library."""
 
 
 @hookspec
 def headway_register_kernels() -> Iterable[KernelInfo]:
-    """Return the plugin's kernels of any kind. This must not import a kernel library.
+    """Return the plugin's kernels of any kind. The hook must not import a kernel library.
 
-    Items: BackendInfo, StateBackendInfo, LinearKernelInfo, ExpertsKernelInfo; for Headway's own kernels also AllReduceKernelInfo.
+    The items are BackendInfo, StateBackendInfo, LinearKernelInfo and ExpertsKernelInfo; Headway's own kernels may also be
+    AllReduceKernelInfo.
     """
 
 
@@ -47,7 +48,7 @@ def headway_register_state_layouts() -> Iterable[StateLayout]:
 
 @hookspec
 def headway_register_state_backends() -> Iterable[StateBackendInfo]:
-    """Return the plugin's backends for state layers. This must not import a kernel library."""
+    """Return the plugin's backends for state layers. The hook must not import a kernel library."""
 
 
 @hookspec
@@ -57,12 +58,12 @@ def headway_register_logits_processors() -> Iterable[LogitsProcessorInfo]:
 
 @hookspec(firstresult=True)
 def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> Sequence[str] | None:
-    """Order `candidates` best first for a layer and phase without measured times; None leaves it to the next plugin."""
+    """Order `candidates` best first for a layer and phase without measured times. None leaves the order to the next plugin."""
 
 
 @hookspec(firstresult=True)
 def headway_rank_state_backends(spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> Sequence[str] | None:
-    """Order `candidates` best first for a state layer without measured times; None leaves it to the next plugin."""
+    """Order `candidates` best first for a state layer without measured times. None leaves the order to the next plugin."""
 
 
 @hookspec

@@ -1,6 +1,7 @@
 """Verdicts on third-party plugins: each version of a plugin is tried once per machine, in a separate process.
 
-The trial itself is passed in as a `Trial`: it needs self-tests and processes that the registry must not depend on.
+The caller passes the trial as a function (`Trial`), because a trial needs self-tests and processes that the registry must not
+depend on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headway.registry.plugin_sources import PluginSource
 TRUST = "HEADWAY_TRUST_PLUGINS"
 """Environment variable: 1 loads plugins without a trial."""
 TIMEOUT = "HEADWAY_PLUGIN_TIMEOUT"
-"""Environment variable: maximum seconds for a plugin's trial."""
+"""Environment variable: maximum duration of a plugin's trial, in seconds."""
 _VERSION = 3
 """Version of stored verdicts and of the trial."""
 log = logging.getLogger("headway")
@@ -37,9 +38,9 @@ class Verdict:
     """Result of a plugin's trial."""
 
     fault: str = ""
-    """Description of what the plugin did that would have stopped, delayed or misled this process; "" if nothing."""
+    """Description of a plugin's action that would have stopped, delayed or misled this process; "" if there was none."""
     remarks: list[str] = field(default_factory=list)
-    """Exceptions that the plugin raised. Only the part that raised an exception is not registered."""
+    """Exceptions that the plugin raised. Each part that raised an exception is not registered; all other parts are."""
     details: str = ""
     """Tracebacks and output of the plugin."""
     seconds: float = 0.0
@@ -70,9 +71,10 @@ Trial = Callable[[Sequence[PluginSource]], list[Verdict]]
 
 
 def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool = False) -> list[Verdict]:
-    """Return a verdict on each plugin: the stored one if nothing has changed since, else the result of a trial now.
+    """Return a verdict on each plugin: the stored verdict if the plugin and its environment are unchanged, else the result of a
+    new trial.
 
-    trial: None accepts plugins without a stored verdict. retry: repeat trials whose verdict is stored.
+    trial: None accepts plugins without a stored verdict. retry: True to repeat trials whose verdict is stored.
     """
     if not plugins or os.environ.get(TRUST) == "1":
         return [Verdict() for _ in plugins]

@@ -1,6 +1,6 @@
 """Sources of plugins: entry points of installed distributions, files, objects and backend classes.
 
-Each is a `PluginSource` with a name and an owner. Its code is not imported before `load`.
+Each source is a `PluginSource` with a name and an owner. A plugin's code is not imported before `load` is called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_FILES = 2000
 
 @dataclass(frozen=True, slots=True)
 class PluginSource:
-    """A plugin that is not imported yet. This base class represents one of which only the name is known."""
+    """Plugin that is not imported yet. This base class represents a plugin of which only the name is known."""
 
     name: str
     owner: str
@@ -54,7 +54,10 @@ class PluginSource:
         return ""
 
     def load(self) -> object:
-        """Import and return the plugin. Exceptions of the plugin are not caught. Raises PluginError if only its name is known."""
+        """Import and return the plugin. Exceptions of the plugin are not caught.
+
+        :raises PluginError: if only the plugin's name is known.
+        """
         raise PluginError(
             f"plugin {self.name} of {self.owner} is known by its name alone, and loaded by the process that tries it"
         )
@@ -156,7 +159,8 @@ class PluginFile(PluginSource):
 
 
 def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[InstalledPlugin | UnreadablePlugin]:
-    """Yield every entry point of a group. A distribution that is found twice counts once."""
+    """Yield the entry points of a group that are not blocked. A distribution that is found twice counts once; a distribution with
+    unreadable entry points yields an `UnreadablePlugin`."""
     seen = set()
     for distribution in distributions():
         # Few of hundreds of distributions have the group, and reading names and versions is slow.
@@ -178,7 +182,8 @@ def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iter
 def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[PluginFile | PluginObject]:
     """Yield the plugins that a caller passed: objects with hooks, backend classes, and files.
 
-    A plugin without a name is named after its type; from the second plugin of a type on, a number is added.
+    A plugin without a name is named after its file, class, module or type. If several plugins have the same name, a number is
+    added from the second plugin on.
 
     :raises ConfigError: if a file does not exist.
     """
@@ -195,10 +200,11 @@ def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[
 
 
 class ClassPlugin:
-    """A plugin for a single kernel class. It also registers the layouts that the class names and that are not registered yet."""
+    """Plugin that registers a single kernel class, and the layouts that the class supports and that are not registered yet."""
 
     def __init__(self, kernel: type[Kernel], layouts: Mapping[str, LayoutInfo], state_layouts: Mapping[str, StateLayout]) -> None:
-        """layouts, state_layouts: registered layouts. The writer of the first one, a built-in, works with any layout's axes."""
+        """layouts, state_layouts: registered layouts. New layouts use the writer of the first, built-in layout, which works with
+        any layout's axes."""
         self._kernel = kernel
         known, writer = [info.layout for info in layouts.values()], next(iter(layouts.values())).load_writer
         claimed = getattr(kernel.capabilities, "layouts", None) or ()
@@ -213,12 +219,12 @@ class ClassPlugin:
 
     @hookimpl
     def headway_register_layouts(self) -> list[LayoutInfo]:
-        """Register the layouts of the file."""
+        """Register the layouts that the class supports and that are not registered yet."""
         return self._layouts
 
     @hookimpl
     def headway_register_state_layouts(self) -> list[StateLayout]:
-        """Register the state layouts of the file."""
+        """Register the state layouts that the class supports and that are not registered yet."""
         return self._state_layouts
 
 
@@ -246,10 +252,11 @@ def split_target(text: str) -> tuple[Path, str]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a file under its own name, again if it was imported before. The file may import other files in its folder.
+    """Import a file as a module named after the file, even if it was imported before. The file may import other files in its
+    folder.
 
     :raises ConfigError: if the file does not exist.
-    :raises PluginError: if the file does not load. The error has the line.
+    :raises PluginError: if the file does not load; the error states the line.
     """
     _existing(path)
     known = sys.modules.get(path.stem)
@@ -324,7 +331,8 @@ def check_class(found: type[C]) -> type[C]:
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """Return text with the line of the file that raised an error; "" for a SyntaxError, whose own text has the line."""
+    """Return text that states the line at which a file raised an error; "" for a SyntaxError, whose message already states the
+    line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.resolve())]
     return f" (line {frames[-1].lineno})" if frames else ""
 

@@ -1,4 +1,5 @@
-"""Records about plugins, readable without importing them: the user's policy, what each registered, and why one was excluded."""
+"""Records about plugins, readable without importing the plugins: the user's policy, the items that each plugin registered, and
+the reasons why plugins were excluded."""
 
 from __future__ import annotations
 
@@ -45,14 +46,14 @@ class PluginRecord:
     owner: str
     """Name and version of the plugin's distribution, or name and hash of its file."""
     file: str
-    """Path of the plugin's module or package; "" if not found."""
+    """Path of the plugin's module or package; "" if the path was not found."""
     state: Literal["loaded", "left out", "blocked"]
     """State of the plugin. blocked means excluded by the user (`--plugins`, $HEADWAY_PLUGINS)."""
     reason: str = ""
     """Reason why the plugin was excluded."""
     brought: Brought = field(default_factory=Brought)
     remarks: tuple[str, ...] = ()
-    """Exceptions in the plugin's trial. Only the part that raised an exception is not registered."""
+    """Exceptions in the plugin's trial. Each part that raised an exception is not registered; all other parts are."""
     details: str = ""
     """Tracebacks and output of the plugin."""
     tried: str = ""
@@ -88,13 +89,13 @@ class PluginPolicy:
 
     names: frozenset[str] = frozenset()
     allow: bool = False
-    """True if only `names` are allowed; False if all except `names` are."""
+    """True if only the plugins in `names` are allowed; False if only the plugins in `names` are blocked."""
 
     @classmethod
     def parse(cls, text: str, option: str = "plugins") -> PluginPolicy:
-        """Parse all, none, allow=A,B or block=A,B.
+        """Parse a policy: all, none, allow=A,B or block=A,B.
 
-        :raises ConfigError: if the text has a different form.
+        :raises ConfigError: if the text is not one of these formats.
         """
         verb, equals, listed = text.strip().partition("=")
         names = frozenset(_normal(name) for name in listed.split(",") if name.strip())
@@ -128,5 +129,5 @@ def _names(plugin: PluginSource) -> frozenset[str]:
 
 
 def _normal(name: str) -> str:
-    """Return a distribution's normalized name, without case or differences between -, _ and . (PEP 503)."""
+    """Return a distribution's name normalized as in PEP 503: in lower case, with runs of -, _ and . replaced by one -."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()

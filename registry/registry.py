@@ -42,7 +42,8 @@ RETRY = "headway plugins --retry tries it again"
 
 
 class Registry(Kernels):
-    """Layouts and backends by name. `create_registry` fills it once; afterwards a lookup is a dict get."""
+    """Layouts and backends, keyed by name. `create_registry` fills the registry once; afterwards, a lookup is a dictionary
+    access."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -51,7 +52,7 @@ class Registry(Kernels):
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
-        """(what a parser reads: calls or reasoning, its name) -> the parser."""
+        """Chat parsers, keyed by (`calls` or `reasoning`, parser name)."""
         self.failures: list[PluginFailure] = []
         super().__init__(check_class, self.failures)
         self._known: dict[str, dict[Any, Any]] = {
@@ -61,7 +62,7 @@ class Registry(Kernels):
             **{each.kind.kernels: each.entries for each in self.kinds},
             **{each.kind.layouts: each.layouts for each in self.kinds if each.kind.layouts},
         }
-        """Field name of `Brought` -> registered items of that kind, by name."""
+        """Registered items of each kind by name, keyed by the kind's field name in `Brought`."""
         self.plugins: list[PluginRecord] = []
         """Records of installed plugins, including excluded and blocked ones, and of files that the user named."""
         self.sources: dict[str, PluginSource] = {}
@@ -129,7 +130,7 @@ class Registry(Kernels):
         return next((source for source, names in brought if name in names), None)
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
-        """Return a plugin's answers to a hook; empty if it does not implement the hook."""
+        """Return a plugin's answers to a hook; empty if the plugin does not implement the hook."""
         if all(caller.name != hook for caller in self._manager.get_hookcallers(plugin) or ()):
             return []
         try:
@@ -155,7 +156,7 @@ class Registry(Kernels):
             raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
 
     def linear_kernels(self, device: torch.device, named: str = "auto", invariant: bool = False) -> LinearKernels:
-        """Return the linear kernels among which a model on a device chooses.
+        """Return the linear kernels from which a model on a device can choose.
 
         named: name of the kernel that the user requests, or auto. invariant: True for deterministic mode.
 
@@ -191,13 +192,14 @@ def create_registry(
     """Create a registry: the built-ins first, then the given plugins, then entry points of the group "headway".
 
     plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or a mapping of
-    names to plugins. One that fails raises an error. trial: function that tries installed plugins and files in another process,
-    once per version. None accepts untried plugins; `headway.create_registry` passes the trial that every command uses. block:
-    names of entry points to ignore. policy: installed plugins to load (`PluginPolicy.parse`); None means $HEADWAY_PLUGINS. retry:
-    repeat trials whose verdict is stored.
+    names to plugins. A plugin in this list that fails raises an error.
+    trial: function that tries installed plugins and files in another process, once per version. None accepts untried plugins;
+    `headway.create_registry` passes the trial that every command uses.
+    block: names of entry points to ignore.
+    policy: installed plugins to load (`PluginPolicy.parse`); None means $HEADWAY_PLUGINS.
+    retry: True to repeat trials whose verdict is stored.
 
-    An installed plugin that fails there or here is recorded in `failures`, and the start continues. A file that fails raises an
-    error, because the user named it.
+    An installed plugin that fails in its trial or during registration is recorded in `failures`, and the start continues.
 
     :raises ConfigError: if the policy is not valid, or if a file does not exist.
     :raises HeadwayError: if a given plugin cannot be registered.
@@ -243,9 +245,9 @@ def _add_installed(
 
 
 def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict) -> None:
-    """Load and register a plugin that has a verdict.
+    """Load and register a plugin that has a verdict. Exceptions raised while importing the plugin are not caught.
 
-    :raises HeadwayError: if its trial failed or it cannot be registered. Exceptions of its import are not caught.
+    :raises HeadwayError: if the plugin's trial failed or the plugin cannot be registered.
     """
     if verdict.fault:
         longer = f"{TIMEOUT}=60 gives it longer" * verdict.fault.startswith("hangs")

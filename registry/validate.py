@@ -128,7 +128,7 @@ def answers_of(hook: str, answers: Iterable[object], kind: type, plugin: str) ->
 
 
 def named(item: Any) -> Any:
-    """Return the object that has an item's name; for a layout's registration, the layout."""
+    """Return the object that stores an item's name: the layout for a LayoutInfo, else the item itself."""
     return item.layout if isinstance(item, LayoutInfo) else item
 
 
@@ -210,7 +210,8 @@ _CLAIMS: Mapping[str, Sequence[_Rule]] = {
     "tuple[CacheLayout, ...] | None": _layouts(CacheLayout),
     "tuple[StateLayout, ...] | None": _layouts(StateLayout),
 }
-"""Name of a field of the capabilities, or else the field's annotation -> rules for the field's value."""
+"""Rules for the value of a capabilities field, keyed by the field's name or, for fields without an entry, by the field's
+annotation."""
 _METHODS: Mapping[str, Mapping[Phase, str]] = {
     ATTENTION.name: {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"},
     STATE.name: {Phase.PREFILL: "scan", Phase.EXTEND: "scan", Phase.DECODE: "step"},
@@ -223,7 +224,7 @@ def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
 
     name: registered name. where: kernel and owner, for the error.
 
-    :raises PluginError: if it is not a kernel class, or its claims are not valid.
+    :raises PluginError: if the returned object is not a kernel class, or its claims are not valid.
     """
     base, claims = kind.kernel, kind.claims
     whole = isinstance(loaded, type) and issubclass(

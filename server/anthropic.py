@@ -135,7 +135,7 @@ class MessagesRequest(TokenCountRequest):
     top_k: int | None = None
 
     def chat(self) -> ChatRequest:
-        """Return the equivalent chat request. Raises as `fields`."""
+        """Return the equivalent chat request. Raises the same errors as `fields`."""
         found = self.fields()
         if self.output_config is not None and self.output_config.format is not None:
             schema = self.output_config.format.schema_
@@ -145,7 +145,8 @@ class MessagesRequest(TokenCountRequest):
 
 
 def _blocks(content: Any, place: str, kinds: Sequence[str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield path, type and fields of each block; a text is one block. :raises PromptError: if content is neither."""
+    """Yield path, type and fields of each block; a text is one block. :raises PromptError: if the content is neither a text nor a
+    list of allowed blocks."""
     if isinstance(content, str):
         yield place, "text", {"text": content}
         return
@@ -166,7 +167,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _result_text(block: Mapping[str, Any], place: str) -> str:
-    """Return the text of a call's result, whose content may be absent. Raises as `_text`."""
+    """Return the text of a call's result, whose content may be absent. Raises the same errors as `_text`."""
     content, is_error = block.get("content"), block.get("is_error")
     if not isinstance(is_error, (bool, NoneType)):
         raise PromptError(f"{place}.is_error", "true or false", shown(is_error, 60))
@@ -218,7 +219,8 @@ _READERS: Final[dict[str, Callable[[Any, str], list[dict[str, Any]]]]] = {
 
 
 def _function(tool: AnthropicTool, place: str) -> dict[str, Any]:
-    """Return a tool in the format of chats. :raises ConfigError: if it is a server-side tool of Anthropic or invalid."""
+    """Return a tool in the format of chats. :raises ConfigError: if the tool is invalid or one of Anthropic's server-side
+    tools."""
     if tool.type not in (None, "custom"):
         raise ConfigError(f"{place}.type", "a tool of the client's own (custom)", shown(tool.type, 60))
     if tool.input_schema is None:
@@ -248,7 +250,7 @@ _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "to
 
 
 class MessagesAnswer(ConvertedAnswer):
-    """Converts a chat's answer to a message of Anthropic's API."""
+    """Converter of a chat's answer to a message of Anthropic's API."""
 
     prefix = "msg_"
 
@@ -270,7 +272,8 @@ class MessagesAnswer(ConvertedAnswer):
         return b"".join(self._piece(each) for each in pieces)
 
     def _piece(self, piece: ChatPiece) -> bytes:
-        """Write a piece. If it belongs to another block, first write the end of the old block and the start of the new one."""
+        """Write a piece. If the piece belongs to a new block, first write the end of the old block and the start of the new
+        one."""
         events, kind = b"", _TYPES[piece.kind]
         if self._open != (kind, piece.call):
             events = self._close()
@@ -340,7 +343,7 @@ def _text_block(kind: str, text: str) -> dict[str, Any]:
 
 
 def _call_block(call: ToolCall) -> dict[str, Any]:
-    """Return the block of a call. Invalid JSON arguments, of a truncated answer, become an empty object."""
+    """Return the block of a call. Arguments that are invalid JSON, as in a truncated answer, become an empty object."""
     try:
         given = parse_json(call.arguments, "arguments")
     except ValueError:
@@ -349,7 +352,8 @@ def _call_block(call: ToolCall) -> dict[str, Any]:
 
 
 def _stop(reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
-    """Return the fields on why a message has ended. reason: a chat's finish_reason. stop_reason: the stop text or token."""
+    """Return the fields that state why a message has ended. reason: a chat's finish_reason. stop_reason: the stop text or
+    token."""
     if reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}

@@ -37,11 +37,13 @@ from headway.server.service import Service
 from headway.version import __version__
 
 OPEN_PATHS: Final = frozenset(("/health", "/ping", "/metrics", *ASSETS))
-"""Paths without an API key: probes and scrapers do not send one, and the web UI's files are public. Its data need the key."""
+"""Paths that need no API key: probes and scrapers do not send a key, and the web UI's files are public. The data that the web UI
+shows need the key."""
 
 
 def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """Return an ASGI application for a model. It does not shut down the engine. `app.state.service` is its Service."""
+    """Return an ASGI application for a model. The application does not shut down the engine. `app.state.service` is its
+    Service."""
     service = Service(llm, options or ServerOptions())
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
@@ -65,7 +67,8 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 
 
 def batch_concurrency(options: ServerOptions, most: int) -> int:
-    """Return the number of concurrent lines of a batch, leaving room for other requests. most: maximum sequences per step."""
+    """Return the number of concurrent lines of a batch, leaving room for other requests. most: maximum number of sequences per
+    step."""
     return options.batch_concurrency or max(min(most, options.max_queue) // 2, 1)
 
 
@@ -173,7 +176,8 @@ class Routes(CommonRoutes):
     async def _prepare_infills(
         self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
     ) -> Sequence[CheckedRequest]:
-        """Prepare fill-in-the-middle completions of prompts with a suffix. :raises ApiError: if a prompt is token ids."""
+        """Prepare fill-in-the-middle completions of prompts with a suffix. :raises ApiError: if a prompt consists of token
+        ids."""
         if not all(isinstance(each, str) for each in prompts):
             raise ApiError(400, "prompt: needs texts beside suffix, got token ids", "prompt")
         split = bool(body.split_special_tokens)

@@ -70,7 +70,7 @@ class Fields(BaseModel):
 
 
 class IgnoredFields:
-    """Reporter of ignored fields of a server's requests: each name in the log once, and in a response header."""
+    """Reporter of the request fields that a server ignores. Each name is logged once, and a response header lists the names."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -164,7 +164,7 @@ class ApiError(Exception):
         return Response(orjson.dumps(body), self.status, self.headers, "application/json")
 
     def event(self) -> bytes:
-        """Return the error as an event, for a stream that has begun, whose status can no longer be changed."""
+        """Return the error as an event for a stream that has begun, since the response's status can no longer be changed."""
         return b"data: " + orjson.dumps(self.body) + b"\n\n"
 
 

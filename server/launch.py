@@ -30,11 +30,12 @@ from headway.server.service import Service, chat_format_of
 log = logging.getLogger("headway")
 
 _LISTENERS: Final = 8
-"""Number of descriptors of the listening socket. libuv accepts one connection per descriptor and iteration of the event loop, so
-with only one, the last of many connections, or a probe after it, would wait for as many iterations."""
+"""Number of descriptors of the listening socket. libuv accepts one connection per descriptor and iteration of the event loop.
+With only one descriptor, the last of many connections, or a probe after them, would wait for as many iterations as there are
+connections."""
 _SEND_BUFFER: Final = 128 * 1024
-"""Bytes of a response that the system buffers before the client reads; Linux doubles the number. Its default grows to megabytes,
-which could hold a whole unread stream before `write_timeout` starts."""
+"""Bytes of a response that the system buffers before the client reads; Linux doubles this number. The system's default grows to
+megabytes, which could buffer a whole unread stream before `write_timeout` starts."""
 _SPARE_FILES: Final = 128  # File descriptors reserved for other files (kernels, traces); at most half of all
 
 
@@ -49,7 +50,7 @@ class Server(uvicorn.Server):
         port: int = 8000,
         started_at: Callable[[str], None] | None = None,
     ) -> None:
-        """started_at: called with the URL once the server listens."""
+        """started_at: function to call with the URL once the server listens."""
         self._llm = llm
         app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
         self._batches: BatchRoutes = app.state.batches
@@ -210,7 +211,7 @@ def most_connections() -> int:
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit on open files, and so on connections, to the maximum that the system allows."""
+    """Raise this process's limit on open files, and thereby on connections, to the maximum that the system allows."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 

@@ -26,7 +26,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def request_name(request: Request, given: str | None = None) -> str:
-    """Return the client's part of an answer's id: X-Request-Id, else `given`, else "". :raises ApiError: see `check_id`."""
+    """Return the client's part of an answer's id: X-Request-Id, else `given`, else "". Raises the same errors as `check_id`."""
     header = request.headers.get(HEADER)
     check_id("the header X-Request-Id", header, None)
     check_id("request_id", given, "request_id")
@@ -34,13 +34,14 @@ def request_name(request: Request, given: str | None = None) -> str:
 
 
 def check_id(what: str, name: str | None, field: str | None) -> None:
-    """Check a client's id. field: the body's field with it. :raises ApiError: if it is too long or has invalid characters."""
+    """Check a client's id. field: field of the body that contains the id. :raises ApiError: if the id is too long or has invalid
+    characters."""
     if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
         raise ApiError(400, f"{what}: needs at most {_LONGEST} printable characters of ASCII, got {name[:60]!r}", field)
 
 
 class RequestIdMiddleware:
-    """ASGI middleware that gives each request without an id a new one and returns the id in a response header."""
+    """ASGI middleware that assigns a new id to each request without an id, and returns the request's id in a response header."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -81,7 +82,7 @@ class Admission:
         self._seconds = 1.0  # moving average of the seconds from arrival to end of requests
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names. :raises ApiError: if this server does not have it."""
+        """Check the model that a request names. :raises ApiError: if this server does not have the model."""
         if name is not None and name not in self.names and name not in self.adapters:
             known = [*self.names, *self.adapters]
             listed = [each if len(each) <= _LONGEST_SHOWN else f"{each[:_LONGEST_SHOWN]}..." for each in known[:_MOST_SHOWN]]
@@ -90,12 +91,13 @@ class Admission:
             raise ApiError(404, message, "model", "model_not_found")
 
     def adapter_of(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter that a request names as its model, or None for the base model. Raises as `check_model`."""
+        """Return the adapter that a request names as its model, or None for the base model. Raises the same errors as
+        `check_model`."""
         self.check_model(name)
         return None if name is None or name in self.names else self.adapters[name]
 
     def check_operator(self) -> None:
-        """Check that operator paths are enabled. :raises ApiError: if they are not."""
+        """Check that operator paths are enabled. :raises ApiError: if operator paths are disabled."""
         if not self.options.operator_paths:
             raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
@@ -108,7 +110,7 @@ class Admission:
 
     @contextmanager
     def queued(self) -> Iterator[None]:
-        """Count a request as queued during the context. Raises as `check_room`."""
+        """Count a request as queued during the context. Raises the same errors as `check_room`."""
         self.check_room()
         self.num_queued += 1
         try:
@@ -122,11 +124,12 @@ class Admission:
 
 
 Check = Callable[[Any], ApiError | None]
-"""(ASGI scope) -> the error response for the request; None accepts it."""
+"""Function (ASGI scope) -> error response for the request, or None to accept the request."""
 
 
 def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str], counts: Counter[str]) -> None:
-    """Add the middleware for these options to an application. open_paths: paths without a key. counts: errors by status."""
+    """Add the middleware for these options to an application. open_paths: paths that do not need a key. counts: status -> number
+    of rejections."""
     check = check_json if options.api_key is None else key_check(options.api_key, open_paths)
     app.add_middleware(GuardMiddleware, check=check, counts=counts)
     if options.allowed_origins:  # before the key check: preflight requests do not have a key
@@ -138,7 +141,7 @@ def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str], cou
 
 
 class GuardMiddleware:
-    """ASGI middleware that rejects requests by a check, before anything else handles them."""
+    """ASGI middleware that rejects requests that fail a check, before anything else handles them."""
 
     def __init__(self, app: App, check: Check, counts: Counter[str]) -> None:
         """counts: status -> number of rejections, shown by `/metrics`."""
@@ -177,7 +180,7 @@ def key_check(api_key: str, open_paths: Collection[str]) -> Check:
 
 
 PROBES: Final = frozenset(("/health", "/ping"))
-"""Paths of probes. They use an IP address as host and get no data, so any host is allowed and they never wait."""
+"""Paths of probes. Probes use an IP address as host and get no data, so any host is allowed and probes never wait."""
 
 
 def host_check(allowed: Collection[str]) -> Check:

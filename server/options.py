@@ -1,4 +1,4 @@
-"""Server options and address. Imports neither torch nor the server's libraries, so that mistakes are reported at once."""
+"""Server options and address. Imports neither torch nor the server's libraries, so that invalid options are reported at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
 
 LONGEST_TIME: Final = 10_000_000
-"""Maximum value of a time limit in seconds, about four months, since event loops do not accept infinity."""
+"""Maximum value of a time limit in seconds (about four months). Event loops do not accept infinity."""
 _ORIGIN: Final = re.compile(r"https?://[^/\s,*]+")
 _TIMES: Final = ("request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout")
 
@@ -129,7 +129,9 @@ class ServerOptions:
             raise ConfigError("--chat-template", "a file with a template, or its text", f"{given} ({error})") from None
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: if the key cannot be a header, a name is empty, a time is infinite, or a folder is a file."""
+        """:raises ConfigError: if the API key cannot be sent in a header, a name is empty, a time is infinite, or a folder is a
+        file.
+        """
         key = self.api_key
         if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
             got = "one with spaces around it or control characters" if key else "an empty one"
@@ -160,7 +162,8 @@ class ServerOptions:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound but not listening, before a model is loaded. :raises ConfigError: if the address is unusable."""
+    """Return a socket that is bound but not listening, so that address errors are reported before a model is loaded. :raises
+    ConfigError: if the address is unusable."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

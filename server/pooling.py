@@ -42,7 +42,7 @@ from headway.version import __version__
 
 
 class PoolingMetrics:
-    """Counts and times of the server's requests. Only for its event loop."""
+    """Counts and times of the server's requests. For use only in the server's event loop."""
 
     def __init__(self, model_name: str) -> None:
         """model_name: label of every metric."""
@@ -118,7 +118,8 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", "/pooling", body=[PoolRequest])
     async def pool(self, request: Request) -> Response:
-        """Return embeddings or label probabilities, of texts or of each token, as the model's task or `task` says."""
+        """Return embeddings or label probabilities, for each text or for each token, according to `task` or else the model's
+        task."""
         body = await self._body(request, PoolRequest)
         jobs = self._pooling.jobs
         task = jobs.pooling_task(body.task)
@@ -135,7 +136,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("POST", "/invocations", body=[PooledRequest])
     async def invocations(self, request: Request) -> Response:
-        """Handle a body of any other route, for SageMaker, whose clients use one path."""
+        """Handle the body of any other route, because SageMaker's clients send all bodies to one path."""
         text = await read_text(request, self.service.options)
         body = fields_of(text)
         kinds = (
@@ -191,7 +192,7 @@ class PoolingRoutes(CommonRoutes):
 
     @answers("GET", "/v1/models/{name:path}")
     async def model(self, name: str) -> Response:
-        """Describe the model, by one of its names."""
+        """Describe the model that has this name."""
         self.service.check_model(name)
         return json_response(self._model(name))
 
@@ -266,7 +267,7 @@ class PoolingRoutes(CommonRoutes):
 
 
 def _numbers(output: Any) -> list[Any]:
-    """Return a text's result: a list of numbers, or a list of such lists per token or step."""
+    """Return a text's result: a list of numbers, or one such list per token or step."""
     found: list[Any]
     match output:
         case EmbeddingRequestOutput():
@@ -279,16 +280,17 @@ def _numbers(output: Any) -> list[Any]:
 
 
 def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
-    """Return a vector, or for base64 its little-endian float32 rows, the encoding that OpenAI's client expects."""
+    """Return a vector as a list or, for base64, as little-endian float32 values, which OpenAI's client expects."""
     return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
 
 
 OPEN_PATHS = frozenset(("/health", "/ping", "/metrics"))
-"""Paths without an API key: probes and scrapers do not send one."""
+"""Paths that need no API key, because probes and scrapers do not send one."""
 
 
 def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = None) -> FastAPI:
-    """Return an ASGI application for a pooling model. It does not stop the engine. `app.state.routes` are its PoolingRoutes."""
+    """Return an ASGI application for a pooling model. The application does not stop the engine. `app.state.routes` is its
+    PoolingRoutes."""
     options = options or ServerOptions()
     app = FastAPI(title="Headway", version=__version__)
     routes = PoolingRoutes(pooling, options)

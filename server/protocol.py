@@ -1,4 +1,5 @@
-"""Limits on connections that could exhaust the server: too many, too slow, or not reading their answer."""
+"""Limits on connections that could exhaust the server: too many connections, slow ones, or clients that do not read their
+answer."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ _FIRST_PAUSE: Final = 0.2
 class ClientProbe:
     """Detector of whether a client that has closed its sending side still reads.
 
-    A client that waits for its answer (`nc -N`, `shutdown(SHUT_WR)`) and one that has gone look the same until bytes are sent:
-    only then does the system report an error. The first bytes, equal for all responses, are therefore sent early, one by one.
+    A client that waits for its answer (`nc -N`, `shutdown(SHUT_WR)`) and a client that has disconnected look the same until bytes
+    are sent: only then does the system report an error. The first bytes, equal for all responses, are therefore sent early, one
+    by one.
     """
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, begun: bool, gone: Callable[[], None]) -> None:
-        """begun: True if a response is already being written. gone: function called once when the client has gone."""
+        """begun: True if a response is already being written. gone: function called once when the client has disconnected."""
         self._transport = transport
         self._loop = loop
         self._gone = gone
@@ -79,7 +81,8 @@ _AT_ONCE: Final = 8  # Requests to start per iteration of the event loop: 2 ms o
 
 
 class PacedStarts:
-    """Starts a few requests per iteration of the event loop, so that many at once do not delay new connections and probes."""
+    """Starts a few requests per iteration of the event loop, so that many simultaneous requests do not delay new connections and
+    probes."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -115,15 +118,17 @@ _BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))  # H
 _MOST_PIPELINED: Final = 64  # Maximum number of requests of one connection that wait for earlier responses
 _READ_GRACE: Final = 0.02  # Seconds for the event loop to read bytes that have arrived
 LINGER: Final = 1.0
-"""Seconds for a rejected client to send, read and close. Closing earlier resets the connection and may lose the response."""
+"""Seconds that a rejected client has to finish sending, read the response and close the connection. Closing earlier resets the
+connection and may lose the response."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on the number of connections, and on the time for heads, bodies and reading responses."""
+    """uvicorn's protocol with limits on the number of connections, and on the time to send heads and bodies and to read
+    responses."""
 
     options: ClassVar[ServerOptions]
     most_open: ClassVar[int]
-    """Maximum number of connections for the available file descriptors."""
+    """Maximum number of connections that the available file descriptors allow."""
     refused: ClassVar[Counter[str]]
     """Status -> number of connections that got an error response."""
     starts: ClassVar[PacedStarts]
@@ -185,7 +190,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the rest of a body that was already answered
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep answering complete requests after the client's EOF; reject incomplete ones. Return False if nothing is left."""
+        """Keep answering complete requests after the client's EOF; reject incomplete ones. Return False if no answer is left to
+        send."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             self._refuse(ApiError(400, "the body: needs as many bytes as its head says, got fewer"))
@@ -220,7 +226,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start a request. The time limit of its body is checked when it is read."""
+        """Start a request. The time limit for its body is checked when the body is read."""
         if self._replaying:
             return
         if self._surplus:
@@ -268,8 +274,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _read_owed_body(self) -> None:
         """Read the request's body with a new parser.
 
-        Clients that prefer HTTP/2, such as Java's, ask for it in any request's head (`Upgrade: h2c`), which a server may
-        ignore (RFC 9110, 7.8). httptools' parser, however, does not parse the body of such a request.
+        Clients that prefer HTTP/2, such as Java's, ask for it in the head of any request (`Upgrade: h2c`). A server may ignore
+        this header (RFC 9110, 7.8), but httptools' parser does not parse the body of such a request.
         """
         self._owes_body = False
         self._replaying = True
@@ -289,7 +295,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.starts.begin(begin, self.loop)
 
     def pause_writing(self) -> None:
-        """Start the timer for the client to read."""
+        """Start the timer that ends the connection if the client does not read."""
         super().pause_writing()
         self._cancel_write_timer()
         self._write_timer = self.loop.call_later(self.options.write_timeout, self.transport.abort)
@@ -300,7 +306,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Stop with the server: complete requests continue, incomplete ones are rejected, and sent responses can be read."""
+        """Shut down with the server: complete requests continue, incomplete requests are rejected, and clients get time to read
+        sent responses."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(ApiError(503, "the server is shutting down", retry_after=1))
@@ -326,7 +333,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return found is not None and not (found.response_complete or found.disconnected)
 
     def _wait_for_reading(self, otherwise: Callable[[], None]) -> None:
-        """Wait a little longer after a timeout: bytes may be unread because the server was busy, not the client slow."""
+        """Wait a little longer after a timeout, because bytes may be unread only because the server was busy."""
         self._read_timer = self.loop.call_later(_READ_GRACE, otherwise)
 
     def _cancel_read_timer(self) -> None:
@@ -343,7 +350,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(ApiError(503, f"there are {self.options.max_connections} connections already", retry_after=1))
 
     def _takes_head(self, size: int, status: int, what: str) -> bool:
-        """Count the bytes of a head. Return False if they exceed the limit and the client is rejected with `status`."""
+        """Count the bytes of a head. If they exceed the limit, reject the client with `status` and return False."""
         self._unparsed = 0
         self._head += size
         if self._head > _MOST_HEAD:
@@ -367,7 +374,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_last(error)
 
     def _write_last(self, error: ApiError) -> None:
-        """Write a final response, and close the connection after the client has had time to read it."""
+        """Write a final response, and close the connection after the client has had time to read the response."""
         self.refused[str(error.status)] += 1
         body = orjson.dumps(error.body)
         retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
@@ -381,7 +388,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _Closing:
-    """Transport for one response, for which the protocol decides when to close."""
+    """Transport for one response. The protocol decides when to close the connection."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport
@@ -397,7 +404,8 @@ def _too_long(status: int, what: str) -> ApiError:
 
 
 def _until_cancelled(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """Return the application with quiet cancellation: uvicorn would log a traceback when the server is forced to stop."""
+    """Return the application with silent cancellation. Otherwise, uvicorn would log a traceback when the server is forced to
+    stop."""
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -415,7 +423,7 @@ def _end(cycle: RequestResponseCycle) -> None:
 
 
 def limited_protocol(options: ServerOptions, most_open: int, refused: Counter[str]) -> type[LimitedProtocol]:
-    """Return the protocol class of a server with these options. most_open: maximum number of connections for the file
-    descriptors. refused: status -> number of error responses, which the protocol counts."""
+    """Return the protocol class of a server with these options. most_open: maximum number of connections that the file
+    descriptors allow. refused: status -> number of error responses, which the protocol counts."""
     own = {"options": options, "most_open": most_open, "refused": refused, "starts": PacedStarts()}
     return type("LimitedProtocol", (LimitedProtocol,), own)

@@ -42,14 +42,16 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 class DirectMiddleware:
     """ASGI middleware that calls endpoints directly, without FastAPI's routing and dependencies.
 
-    FastAPI's overhead per endpoint call exceeds reading a request's body, and it adds up for requests that arrive together.
+    FastAPI's overhead per endpoint call exceeds the time to read a request's body, and it adds up for requests that arrive
+    together.
     """
 
     def __init__(
         self, app: App, endpoints: Mapping[str, Endpoint], refuse: Callable[[Request, Exception], Awaitable[Response]]
     ) -> None:
-        """endpoints: path -> endpoint for POST. FastAPI has them too, for its schema and for applications mounted at other paths.
-        refuse: returns the response for a request whose endpoint has raised an error."""
+        """endpoints: path -> endpoint for POST. FastAPI also has these endpoints, for its schema and for applications mounted at
+        other paths.
+        refuse: function that returns the response for a request whose endpoint has raised an error."""
         self._app = app
         self._endpoints = endpoints
         self._refuse = refuse
@@ -72,8 +74,8 @@ class DirectMiddleware:
 def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
     """Return a function that calls a bound method without keeping the method's object alive.
 
-    FastAPI caches endpoints in its module; a bound method there would keep the engine, its weights and KV cache alive after
-    the application is gone.
+    FastAPI caches endpoints in its module. A bound method in this cache would keep the engine, its weights and KV cache alive
+    after the application is gone.
     """
     held = WeakMethod(method)
 
@@ -101,7 +103,8 @@ class Route(NamedTuple):
 def answers(
     method: str, paths: str | Collection[str], body: Sequence[type[BaseModel]] = (), required: bool = True, direct: bool = False
 ) -> Callable[[Marked], Marked]:
-    """Mark a method of a `RouteGroup` as an endpoint. body: types, for the schema. direct: see `DirectMiddleware`."""
+    """Mark a method of a `RouteGroup` as an endpoint. body: types of the request body, for the schema. direct: see
+    `DirectMiddleware`."""
 
     def mark(function: Marked) -> Marked:
         listed = (paths,) if isinstance(paths, str) else tuple(paths)
@@ -112,7 +115,7 @@ def answers(
 
 
 class RouteGroup:
-    """A group of endpoints: its methods marked with `answers`."""
+    """Group of endpoints, which are the methods marked with `answers`."""
 
     def _marked(self) -> Iterator[tuple[Route, Callable[..., Awaitable[Response]]]]:
         for kind in type(self).__mro__:
@@ -121,7 +124,8 @@ class RouteGroup:
                     yield route, getattr(self, name)
 
     def posts(self, direct: bool = False) -> dict[str, Endpoint]:
-        """Return path -> endpoint for POST. direct: only latency-critical ones, which `DirectMiddleware` calls."""
+        """Return path -> endpoint for POST. direct: True for only the latency-critical endpoints, which `DirectMiddleware`
+        calls."""
         marked = [(route, method) for route, method in self._marked() if route.method == "POST" and route.direct >= direct]
         return {path: method for route, method in marked for path in route.paths}
 
@@ -187,13 +191,16 @@ def replayed(request: Request, text: bytes) -> Request:
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
-    """Return the body as an object of `kind`. Raises as `read_text`. :raises JsonError: if JSON or a number is invalid.
-    :raises pydantic.ValidationError: if a field has a wrong type."""
+    """Return the body as an object of `kind`. Raises the same errors as `read_text`. :raises JsonError: if the JSON or a number
+    in it is invalid.
+    :raises pydantic.ValidationError: if a field has a wrong type.
+    """
     return parse_model(await read_text(request, options), kind)
 
 
 async def read_text(request: Request, options: ServerOptions) -> bytes:
-    """Return the body, read within `max_body_bytes` and `read_timeout`. :raises ApiError: if too large, slow or incomplete."""
+    """Return the body, read within `max_body_bytes` and `read_timeout`. :raises ApiError: if the body is too large, too slow or
+    incomplete."""
     most = options.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > most:
@@ -214,7 +221,7 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
 
 
 def fields_of(text: bytes) -> dict[str, Any]:
-    """Return the fields of a body. :raises JsonError: if it is not a JSON object."""
+    """Return the fields of a body. :raises JsonError: if the body is not a JSON object."""
     found: dict[str, Any] = parse_json(text, "", dict)
     return found
 
@@ -224,7 +231,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def path_error(request: Request, error: Exception) -> Exception:
-    """Return an error that suggests valid paths or methods, for an unknown path or method; other errors unchanged."""
+    """Return an error that suggests valid paths or methods if the path or method is unknown; else return `error` unchanged."""
     if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
         return error
     scope = request.scope

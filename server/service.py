@@ -45,13 +45,13 @@ class RunningAnswer(NamedTuple):
     """An answer that the engine is generating."""
 
     id: str
-    """The client's id, which may also be the id of other answers."""
+    """Id of the answer as the client knows it. Other answers may have the same id."""
     request_ids: Sequence[str]
     """The engine's ids, one per prompt."""
 
 
 class Service(Admission):
-    """One engine and its clients. Only for the server's event loop."""
+    """One engine and its clients. For use only in the server's event loop."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         super().__init__([*options.served_model_names] or [llm.model.name], options)
@@ -66,7 +66,8 @@ class Service(Admission):
         self.token_bytes = TokenBytes(llm.get_tokenizer())
         own = options.template_text
         self.template_end = None if own is None else token_after_answer(llm.get_tokenizer(), own)
-        """Token that the server's own chat template writes after an answer. The engine knows the one of the model's template."""
+        """Token that the server's own chat template writes after an answer. The engine knows the corresponding token of the
+        model's template."""
         self.running: dict[str, RunningAnswer] = {}
         """Key of an answer -> the answer, for each answer that the engine is generating."""
         self._resumed: asyncio.Event | None = None
@@ -77,14 +78,15 @@ class Service(Admission):
         """Number of requests that are being tokenized and not yet in the engine."""
 
     def default_params(self) -> SamplingParams:
-        """Return requests' default parameters by `generation_config`. :raises ConfigError: if a value in its file is invalid."""
+        """Return the default parameters of requests, according to `generation_config`. :raises ConfigError: if a value in the
+        file of default parameters is invalid."""
         where = self.options.generation_config
         if where == "auto":
             return self.llm.get_default_sampling_params()
         return SamplingParams() if where == "vllm" else default_params(Path(where))
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Return a request's body after checking the model's name. Raises as `read_body` and `check_model`."""
+        """Return a request's body after checking the model's name. Raises the same errors as `read_body` and `check_model`."""
         body = await read_body(request, kind, self.options)
         self.check_model(body.model)  # type: ignore[attr-defined]
         return body
@@ -123,7 +125,7 @@ class Service(Admission):
             await asyncio.sleep(_ENDED_INTERVAL)
 
     def splits(self, requested: bool | None) -> bool:
-        """Return whether names of control tokens are text in a chat. requested: the request's value, or None."""
+        """Return whether names of control tokens are treated as text in a chat. requested: the request's value, or None."""
         return self.options.split_special_tokens if requested is None else requested
 
     def recommended_sampling(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class Service(Admission):
         return {name: value for name in _SAMPLING if (value := getattr(given, name)) != getattr(plain, name)}
 
     def check_room(self) -> None:
-        """Check for room in the queue, as Admission does. There is no room if the engine sleeps."""
+        """Check for room in the queue, as `Admission` does. A sleeping engine has no room."""
         if self.is_asleep:
             raise ApiError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep")
         super().check_room()
@@ -142,7 +144,7 @@ class Ticket:
     """A request's place in the queue, until its first token or its end."""
 
     def __init__(self, service: Service) -> None:
-        """Admit a request. Raises as `check_room`."""
+        """Admit a request. Raises the same errors as `check_room`."""
         service.check_room()
         self._service = service
         self._waits = self._unsubmitted = True

@@ -26,7 +26,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, because pytest imports this package in every test session."""
+    """Import a public name on first use. Names are imported late because pytest imports this package in every test session."""
     if name not in _HOME:
         raise AttributeError(f"module 'headway.testing' has no attribute {name!r}")
     from importlib import import_module

@@ -1,6 +1,7 @@
 """pytest plugin of the conformance kit: `pytest --attn-plugin NAME` (or `FILE.py:CLASS`) creates one test per cell.
 
-pytest loads the plugin by its entry point wherever Headway is installed. It imports nothing until the option is used.
+pytest loads the plugin through its entry point wherever Headway is installed. The plugin imports the kit only when the option is
+used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measured times for `auto`: from a table file that fits, or from a short measurement at the first start, which is stored."""
+"""Measured times for `auto`: read from a table file that fits, or measured briefly at the first start and then stored."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class TableRequest:
     """The user's settings for the crossover tables of `auto`."""
 
     paths: Sequence[Path] = ()
-    """Crossover tables to use, each for the layer and the device that it was measured on. Headway uses or rejects them and never
-    measures them again. If empty, `auto` uses the tables stored for this machine."""
+    """Paths of crossover tables to use. Each table applies to the layer and the device that it was measured on. Headway accepts
+    or rejects these tables and never measures them again. If empty, `auto` uses the tables stored for this machine."""
     budget: float | None = None
-    """Seconds that a start may spend on measuring, for all kinds of layers together; 0 disables measuring. None means
-    $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
+    """Seconds that a start may spend on measuring all kinds of layers together; 0 disables measuring. None means
+    $HEADWAY_AUTOTUNE_BUDGET if it is set, else DEFAULT_BUDGET."""
 
     def seconds(self, device: torch.device) -> float:
         """Return the seconds that a start may spend on measuring on a device.
@@ -81,14 +81,15 @@ def costs_for(
     budget: SharedBudget | None = None,
     kind: OperationKind = ATTENTION,
 ) -> dict[Any, CostTable] | None:
-    """Return the measured times of each distinct layer, or None if `auto` must use the rank order; the log says why.
+    """Return the measured times of each distinct layer, or None if `auto` must use the rank order; the log gives the reason.
 
     compile_ahead: context manager in which the kernels of a first measurement are compiled in parallel; None compiles them one by
     one. budget: measuring time shared with other parts of a start; each kind of layer takes one part. None means the budget of
-    `table_request`. kind: layers to measure, attention or state layers. Both specs of a latent (MLA) layer are measured, each in
-    the phases that use it. Tables that the user named apply to attention, and to state layers if one of the tables is for them.
+    `table_request`. kind: kind of layers to measure, attention or state layers. Both specs of a latent (MLA) layer are measured,
+    each in the phases that use it. Tables that the user named apply to attention. They apply to state layers only if one of the
+    tables is for state layers.
 
-    A faulty or stale table never ends a start: the faulty line or the difference is logged, and the table is ignored or measured
+    A faulty or stale table never ends a start. The faulty line or the difference is logged, and the table is ignored or measured
     again.
 
     :raises ConfigError: if the budget is not a number, or if a named file does not exist.
@@ -123,8 +124,8 @@ def costs_for(
 
 
 def _has_choice(registry: Registry, specs: Sequence[Any], available: Sequence[str]) -> bool:
-    """Return whether at least two kernels can run here; for state layers, whether two kernels support the same phase of every
-    layer."""
+    """Return whether at least two kernels can run here. For state layers, return whether two kernels support the same phase of
+    every layer."""
     if kind_of(specs[0]) is ATTENTION:
         return len(available) > 1
     able = StateCandidates(registry.states, specs)
@@ -193,7 +194,8 @@ class RegisteredLayer(TunedLayer):
         return None
 
     def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:
-        """Remove the backends that can no longer run here from a table and its file, before the table is completed."""
+        """Remove the backends that can no longer run here from a table and from its file, before the missing points are
+        measured."""
         here = set(self.kernels)
         if all(record.name in here for record in table.kernels):
             return table
@@ -250,10 +252,10 @@ class RegisteredLayer(TunedLayer):
 
 
 def preferred_layouts(registry: Registry, available: Sequence[str], spec: AttentionSpec) -> list[str]:
-    """Return the registry's first layout (a built-in) and the layout that each backend names first, without duplicates.
+    """Return the registry's first layout (a built-in) and the first layout that each backend lists, without duplicates.
 
-    A plugin's own layout is thus compared with a built-in one. Layouts that cannot hold the layer's keys and values are skipped.
-    available: names of the backends that can run here.
+    A plugin's own layout is thus compared with a built-in layout. Layouts that cannot hold the layer's keys and values are
+    skipped. available: names of the backends that can run here.
     """
     claimed = [registry.backend(name).capabilities.layouts or () for name in available]
     every = [[info.layout for info in registry.layouts.values()], *claimed]

@@ -233,7 +233,8 @@ class HopperBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Return whether capabilities and GPU allow a layer. The scale must be positive: the softmax maximum precedes scaling."""
+        """Return whether the backend's capabilities and the GPU allow a layer. The layer's scale must be positive, because the
+        kernels take the softmax maximum before scaling."""
         support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
         if spec.scale <= 0:
             support &= Support.no("scale", "a positive number", spec.scale)
@@ -296,7 +297,7 @@ class HopperAttention(HopperBackend):
 
 
 def is_hopper(device: torch.device) -> Support:
-    """Return whether a device has the required instructions. Without a device to check, the answer is YES."""
+    """Return whether a device has the required instructions. Return YES without a device to check."""
     found = capability(device)
     if found is None or found == CAPABILITY:
         return YES

@@ -51,7 +51,8 @@ class Ring:
 
     @classmethod
     def of(cls, head_dim: int) -> Ring:
-        """Return the fastest ring measured on an H100 for head_dim 128. Longer rows leave shared memory for half the warps."""
+        """Return the ring that was fastest on an H100 for head_dim 128. With longer rows, shared memory has space for only half
+        the warps."""
         return cls(8, 2) if head_dim <= 128 else cls(4, 3)
 
     @property
@@ -61,7 +62,8 @@ class Ring:
 
 
 def config_of(ring: Ring) -> DecodeConfig:
-    """Return cost-model parameters, fitted to 16/8 heads of 128 on an H100. merge_launch_us: time to count and read the parts."""
+    """Return the cost model's parameters, which were fitted on an H100 to 16 query heads and 8 kv heads of 128 elements.
+    merge_launch_us is the time to count and read the parts."""
     return DecodeConfig(
         block_n=ring.keys,
         num_warps=ring.warps,
@@ -101,7 +103,8 @@ def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
 
 
 def shared_bytes(head_dim: int, blocks: int) -> int:
-    """Return the size of dynamic shared memory in bytes: the rings, reused for the accumulators of all warps, and a counter."""
+    """Return the size of dynamic shared memory in bytes. It holds a counter and the rings, whose memory is reused for the
+    accumulators of all warps."""
     ring = Ring.of(head_dim)
     rings = ring.warps * ring.stages * 2 * TILE * 16 * (head_dim // 8 | 1)
     sums = ring.warps * 8 * blocks * (head_dim + 4 + 2) * 4 + 4
@@ -112,7 +115,11 @@ class HopperDecode(Decode):
     """Decode and verification for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
-        """Prepare decode. :raises UnsupportedError: without a compiler. :raises BackendError: if a kernel does not compile."""
+        """Prepare decode.
+
+        :raises UnsupportedError: if no compiler is found.
+        :raises BackendError: if a kernel does not compile.
+        """
         super().__init__(setup, num_splits)
         spec = setup.spec
         self.configs = (config_of(Ring.of(spec.head_dim)),)
@@ -124,7 +131,8 @@ class HopperDecode(Decode):
         self._kernel(row_blocks(spec.group_size, spec.head_dim))
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """Return (rows of a tile, rows of its partial results, tiles per kv head) for a number of query tokens."""
+        """Return (rows of a tile, rows of a tile's partial results, tiles per kv head). max_query_len: maximum number of query
+        tokens per sequence."""
         rows = self._spec.group_size * max_query_len
         tile = 8 * row_blocks(rows, self._spec.head_dim)
         return tile, min(rows, tile), -(-rows // tile)

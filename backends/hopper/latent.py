@@ -44,7 +44,7 @@ KEYS = 64
 MAX_ROUNDS = 8
 """Maximum number of programs per SM in a step with splits."""
 MAX_PARTS = 10
-"""Maximum number of partial results per SM, of 131 KB each. Rounding in the split may exceed MAX_ROUNDS by a quarter."""
+"""Maximum number of partial results per SM. Each takes 131 KB. Rounding in the split may exceed MAX_ROUNDS by a quarter."""
 THREADS = 384
 ARGUMENTS = Struct("=6Q4q3if")
 """Layout of `struct LatentArguments` in latent.cuh."""
@@ -55,17 +55,18 @@ _MEMORY_BYTES_PER_US, _L2_BYTES_PER_US = 4.1e6, 5.5e6
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """Division of query rows into tiles: several tokens with all heads if these fit, otherwise a part of one token's heads."""
+    """Division of query rows into tiles. A tile contains several tokens with all their heads if these fit, otherwise some of one
+    token's heads."""
 
     heads: int
     tokens: int
     cluster: int = 1
-    """Number of thread blocks, those with the heads of one token, that copy keys for each other."""
+    """Number of thread blocks that process heads of the same token and copy keys for each other."""
 
     @classmethod
     def of(cls, num_heads: int, cluster: int | None = None) -> HeadTile | None:
-        """Return tiles for a layer, or None if its heads do not divide into equal parts of at most ROWS. cluster: overrides the
-        rule for the cluster size."""
+        """Return tiles for a layer, or None if the layer's heads do not divide into equal parts of at most ROWS. cluster: upper
+        limit for the cluster size that the rule selects."""
         parts = -(-num_heads // ROWS)
         if num_heads % parts:
             return None
@@ -105,7 +106,11 @@ class HopperLatentDecode(LatentDecode):
     """Decode, verification and extend for one kind of layer, on one stream at a time."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None, tile: HeadTile) -> None:
-        """Prepare decode. :raises UnsupportedError: without a compiler. :raises BackendError: if a kernel does not compile."""
+        """Prepare decode.
+
+        :raises UnsupportedError: if no compiler is found.
+        :raises BackendError: if a kernel does not compile.
+        """
         super().__init__(setup, num_splits)
         spec, block_size = setup.spec, setup.block_size
         self._tile = tile
@@ -115,22 +120,26 @@ class HopperLatentDecode(LatentDecode):
         self._launch = cache(partial(_launch, tile.cluster))
 
     def _configs(self, max_query_len: int) -> tuple[DecodeConfig]:
-        """Return the split rule's parameters: tiles of one sequence run concurrently and read keys from the L2 cache."""
+        """Return the parameters of the split rule. If a sequence has several tiles, they run concurrently and read keys from the
+        L2 cache."""
         alone = self.tile(max_query_len)[2] == self._tile.cluster
         return (config_of(_MEMORY_BYTES_PER_US * self._tile.cluster if alone else _L2_BYTES_PER_US * self._tile.cluster),)
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """Return (rows of a tile, rows of its partial results, tiles per sequence) for a number of query tokens."""
+        """Return (rows of a tile, rows of a tile's partial results, tiles per sequence). max_query_len: maximum number of query
+        tokens per sequence."""
         rows = max_query_len * self._spec.num_heads
         return self._tile.rows, min(next_power_of_2(rows), self._tile.rows), -(-rows // self._tile.rows)
 
     def splits_evenly(self, programs: int, splits: int) -> bool:
-        """Return True also if rows fill the GPU so often that splitting one long sequence would cost more than it gains."""
+        """Return whether every sequence is split into `splits` chunks. This is also true if, without splits, there are enough
+        programs per SM that splitting one long sequence would cost more than it gains."""
         many = splits == 1 and 3 * programs > 2 * MAX_PARTS * self.multiprocessors
         return many or super().splits_evenly(programs, splits)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Return the maximum size of partial results, in bytes. Larger steps have no splits, unless these are fixed."""
+        """Return the maximum size of the partial results, in bytes. Larger steps are not split, unless the number of splits is
+        fixed."""
         fixed = max_chunk_count(max_num_seqs, self._num_splits, True) * self.tile(1)[2] if self._num_splits else 0
         most = max(MAX_PARTS * self.multiprocessors, fixed)
         return most * ROWS * (self._spec.v_head_dim + 1) * 4
@@ -187,8 +196,8 @@ def _launch(cluster: int, programs: int) -> Launch:
 
 
 def config_of(bytes_per_us: float) -> DecodeConfig:
-    """Return the split rule's cost model, derived from the kernel's MMAs: 2,176 tensor-core cycles and about 600 cycles of
-    waiting per tile."""
+    """Return the split rule's cost model, which is derived from the kernel's MMAs. A tile takes 2,176 tensor-core cycles and
+    about 600 cycles of waiting."""
     return DecodeConfig(
         KEYS,
         num_warps=THREADS // 32,
@@ -237,7 +246,8 @@ class HopperLatent(SplitDecoding):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Return whether the backend supports a layer: absorbed MLA, a Hopper GPU, and query heads that fill equal tiles."""
+        """Return whether the backend supports a layer. It needs absorbed MLA, a Hopper GPU, and query heads that divide into
+        equal tiles."""
         support = super().supports(spec, layout, block_size, phase)
         if not spec.value_in_key or spec.num_kv_heads != 1:
             got = f"{spec.num_kv_heads} kv heads, value_in_key={spec.value_in_key}"

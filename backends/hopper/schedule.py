@@ -19,11 +19,12 @@ ITEM_INTS = 12
 SPLITS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Candidate numbers of parts into which the keys of the longest query tile are split."""
 L2_BYTES = 32 << 20
-"""Maximum number of bytes of keys and values that concurrent programs share in L2, with room left for other data (H100, H200)."""
+"""Maximum number of bytes of keys and values that concurrent programs share in the L2 cache of an H100 or H200. The rest of the
+cache is left for other data."""
 _START = 1.3  # Fixed cost of an item, in key tiles: its first scores and last accumulation overlap with nothing
 _PARTIAL = 0.5  # Additional cost of an item with a partial result, in key tiles, and
 _MERGE = 0.25
-"""Time to read one partial result back, in units of the time of a key tile."""
+"""Time to read one partial result, in units of the time of a key tile."""
 _COSTS = {1: 0.62, 2: 1.0, 3: 1.45}  # Relative time of a key tile, by number of warpgroups that run MMAs
 
 Ints = NDArray[numpy.int64]
@@ -54,7 +55,7 @@ class Schedule:
     num_partials: int = 0
     """Number of partial results per kv head."""
     num_tickets: int = 0
-    """Number of query tiles that are split."""
+    """Number of query tiles whose keys are split over several items."""
     section: int = 1
     """Number of kv heads whose items are processed together."""
 
@@ -70,7 +71,7 @@ class Problem:
     group: int
     """Number of query heads per kv head."""
     heads: int
-    """Number of kv heads. Every kv head has all items."""
+    """Number of kv heads. All items are processed once for each kv head."""
     window: int | None
     token_bytes: int
     """Number of bytes of a token's key and value in one kv head."""
@@ -93,8 +94,8 @@ class Problem:
         )
 
     def section(self, num_items: int) -> int:
-        """Return the number of kv heads whose keys and values together fit the L2 cache (0 if not even one), or all heads if
-        items are few."""
+        """Return the number of kv heads whose keys and values together fit the L2 cache. Return 0 if not even one head fits, and
+        the number of all heads if there are few items."""
         if num_items * self.heads <= 4 * self.programs:
             return self.heads
         return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)
@@ -116,11 +117,11 @@ class Problem:
         return QueryTiles(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
 
     def time(self, tiles: Mapping[int, int], run: int, limit: float = math.inf) -> float:
-        """Return the estimated time, in key tiles, if items have at most `run` key tiles and programs process the longest items
-        first.
+        """Return the estimated time, in units of key tiles, if items have at most `run` key tiles and programs process the
+        longest items first.
 
-        tiles: number of key tiles -> number of query tiles that have it; the mapping has few entries.
-        limit: return infinity if the time cannot be less than this.
+        tiles: number of key tiles -> number of query tiles with that number of key tiles. The mapping has few entries.
+        limit: time from which on infinity may be returned instead.
         """
         costs, num_items, most_pieces = [], 0, 1
         for length, count in tiles.items():
@@ -184,7 +185,8 @@ def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, run: int) -> Sc
 
 
 def _pieces(whole: NDArray[numpy.int32], lengths: Ints, run: int) -> tuple[NDArray[numpy.int32], int, int]:
-    """Return the items of split query tiles, the number of partial results, and the number of tiles that were split."""
+    """Return the items into which query tiles are split, the number of partial results, and the number of tiles that were
+    split."""
     splits = -(-lengths // max(run, 1))
     shared = splits > 1
     partials = splits * shared
@@ -201,7 +203,8 @@ def _pieces(whole: NDArray[numpy.int32], lengths: Ints, run: int) -> tuple[NDArr
 
 
 def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | None = None) -> Schedule:
-    """Return the schedule with the lowest estimated time. num_splits: overrides the rule for the longest query tile."""
+    """Return the schedule with the lowest estimated time. num_splits: number of parts of the longest query tile's keys, which
+    overrides the rule."""
     best: tuple[float, AttentionTile, QueryTiles, int] | None = None
     for tile in tiles:
         rows = problem.rows(tile)

@@ -14,7 +14,7 @@ from headway.kernels.runtime.nvrtc.compiler import Variant
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 UNEQUAL = ((192, 128),)
-"""Supported pairs (head_dim, v_head_dim): expanded MLA of DeepSeek-V2."""
+"""Supported pairs of head_dim and v_head_dim that differ, from the expanded MLA of DeepSeek-V2."""
 MAX_GROUP = 64
 """Maximum number of query heads per kv head, which is the number of rows of the narrow tile."""
 SHARED_BYTES = 227 * 1024
@@ -40,7 +40,7 @@ class AttentionTile:
 
     @property
     def rows(self) -> int:
-        """Number of query rows: the query heads of one kv head, for consecutive tokens."""
+        """Number of query rows. A row is one query head of a kv head's group, for one of several consecutive tokens."""
         return 64 * self.groups
 
     @property
@@ -49,7 +49,8 @@ class AttentionTile:
         return 128 * (self.groups + 1)
 
     def shared_bytes(self, head_dim: int, v_head_dim: int) -> int:
-        """Return the size of dynamic shared memory in bytes: `struct Layout` of shape.cuh, and space to align its start."""
+        """Return the size of dynamic shared memory in bytes: `struct Layout` of shape.cuh, plus space to align the start of the
+        structure."""
         k_row, v_row = (128 * -(-dim // _PANEL) for dim in (head_dim, v_head_dim))
         barriers = 8 * (2 * self.query_stages + 4 + 4 * self.stages)
         return self.query_stages * self.rows * k_row + self.stages * self.keys * (k_row + v_row) + 2 * 48 + barriers + 1024
@@ -60,7 +61,7 @@ class TilePair:
     """The two tiles for a kind of layer."""
 
     wide: AttentionTile
-    """Tile for many rows; warpgroups alternate in using the tensor cores."""
+    """Tile for many rows. With most head sizes, the warpgroups alternate in using the tensor cores."""
     narrow: AttentionTile
     """Tile for at most 64 rows per sequence and kv head, or too few rows to fill the GPU."""
 
@@ -100,5 +101,5 @@ def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None)
 
 
 def box_of(tile: AttentionTile, block_size: int | None) -> int:
-    """Return the number of slots per copy: the largest part of a tile that is within one block."""
+    """Return the number of slots per copy: the largest part of a tile that never crosses the boundary of a block."""
     return tile.keys if block_size is None else math.gcd(tile.keys, block_size)

@@ -1,13 +1,13 @@
-"""Chunked recurrences (linear attention, SSM): matrix multiplications within a chunk, and a state update per chunk.
+"""Chunked recurrences (linear attention, SSM): matrix multiplications within a chunk, and one state update per chunk.
 
 Let G_i be the sum of log decays up to token i of a chunk. The state after token i is
 
     S_i = exp(G_i) S_0 + sum over j <= i of exp(G_i - G_j) k_j d_j^T,
 
-so a chunk's output and final state are [C, C] matrices of decayed scores times d. If d depends on the state (the delta
-rule), d = u - w S_0, with u and w from one solve of a unit triangular matrix (WY form, Yang et al. 2024, arXiv 2406.06484).
-Otherwise d = v (state space duality, Dao and Gu 2024, arXiv 2405.21060). Decays are computed only as exponentials of non-positive
-differences, so they cannot overflow.
+so a chunk's output and final state are computed from [C, C] matrices of decayed scores, multiplied by d. If d depends on the
+state (the delta rule), d = u - w S_0, with u and w from one solve of a unit triangular matrix (WY form, Yang et al. 2024, arXiv
+2406.06484). Otherwise d = v (state space duality, Dao and Gu 2024, arXiv 2405.21060). Decays are computed only as exponentials of
+non-positive differences, so they cannot overflow.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Operands of a recurrence for n sequences of L tokens: S = exp(g) S + k d^T, out = S^T q + skip, d = v or beta (v - S^T k).
+    """Operands of a recurrence for n sequences of L tokens: S = exp(g) S + k d^T, out = S^T q + skip. d is v, or beta (v - S^T k)
+    with the delta rule.
 
     All tensors are float32.
     """
 
     q: Tensor
-    """[n, L, key heads, K]: queries, already scaled."""
+    """[n, L, key heads, K]: scaled queries."""
     k: Tensor
     """[n, L, key heads, K]: keys."""
     v: Tensor
@@ -42,7 +43,7 @@ class Operands:
     g: Tensor
     """[n, L, heads], or [n, L, heads, K] if each key channel has its own decay: logarithms of the decays, at most 0."""
     beta: Tensor | None = None
-    """[n, L, heads]: factors of the delta rule. None if values are added without it."""
+    """[n, L, heads]: factors of the delta rule. None if the recurrence does not use the delta rule."""
     skip: Tensor | None = None
     """[n, L, heads, V]: tensor to add to the output. None means zeros."""
 
@@ -115,13 +116,13 @@ class SelectiveOperands:
     A: Tensor
     """[K, H]: decay rates, all negative."""
     D: Tensor
-    """[H]: factors of the inputs that are added to the output."""
+    """[H]: factors by which inputs are multiplied before they are added to the output."""
 
 
 def selective_operands(
     parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None
 ) -> SelectiveOperands:
-    """Return the operands of `mamba1`. x: float32 [n, L, H]; gates: dt, B and C; valid: see `operands`."""
+    """Return the operands of `mamba1`. x: float32 [n, L, H]. gates: (dt, B, C). valid: as in `operands`."""
     assert parameters.decay_rate is not None
     assert parameters.dt_bias is not None
     assert parameters.D is not None
@@ -136,10 +137,10 @@ def selective_operands(
 def scan_selective(
     chunk: int, inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over J chunks of L / J tokens in parallel. Returns the output [n, L, H] and the final state.
+    """Run the recurrence over J chunks of L / J tokens in parallel. Return the output [n, L, H] and the final state.
 
-    Each chunk starts from a zero state. The contribution of the preceding state, in which the output is linear, is added when
-    that state is known. A single chunk starts from `state`, [n, K, H]. after(j, state): see `scan_chunks`.
+    Each chunk starts from a zero state. The output is linear in the preceding state, so that state's contribution is added when
+    the state is known. A single chunk starts from `state`, [n, K, H]. after: called as after(j, state), as in `scan_chunks`.
     """
     x, dt, B, C = (torch.unflatten(part, 1, (-1, chunk)) for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
     chunks = x.shape[1]
@@ -190,7 +191,7 @@ class _Scores(NamedTuple):
 
 
 def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> tuple[Tensor, Tensor]:
-    """Run the recurrence. Returns the output [n, L, H, V] and the final state, a new tensor; all float32.
+    """Run the recurrence. Return the output [n, L, H, V] and the final state, which is a new tensor. Both are float32.
 
     chunk: number of tokens per chunk, a power of two that divides L.
     state: [n, H, K, V]: initial states.
@@ -271,10 +272,11 @@ def _scores_by_head(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
 
 
 def _scores_by_channel(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
-    """Return the scores for one decay per key channel. All arguments are [n, H, J, C, K].
+    """Return the scores for recurrences with one decay per key channel. q, k and g are [n, H, J, C, K].
 
-    exp(G_i - G_j) = exp(G_i - R) exp(R - G_j) for any R between them, which keeps both factors at most 1. Pairs of tokens are
-    grouped by blocks of 2, 4, ..., C tokens: i in the second half and j in the first, with R at the block's middle.
+    exp(G_i - G_j) = exp(G_i - R) exp(R - G_j) for any R. If R is between G_i and G_j, both factors are at most 1. Pairs of tokens
+    are therefore grouped by blocks of 2, 4, ..., C tokens, with i in the second half of the block, j in the first half, and R at
+    the block's middle.
     """
     n, heads, chunks, chunk = k.shape[:4]
     scores = k.new_zeros(n, heads, chunks, 2 if delta else 1, chunk, chunk)
@@ -305,10 +307,10 @@ def _sums_after(g: Tensor) -> Tensor:
 
 
 def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
-    """Run the recurrence token by token. Returns float32 [n, L, H, V].
+    """Run the recurrence token by token. Return the output, float32 [n, L, H, V].
 
-    state: float32 [n, H, K, V], overwritten. after: called as after(i, state) with the state after token i; it must not store the
-    tensor.
+    state: float32 [n, H, K, V], overwritten.
+    after: called as after(i, state) with the state after token i. The function must not store the tensor.
     """
     heads, v, beta = inputs.v.shape[2], inputs.v, inputs.beta
     q, k = widen(inputs.q, heads), widen(inputs.k, heads)

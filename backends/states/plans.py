@@ -1,4 +1,5 @@
-"""Plans of the state backend `torch`: the rows to compute together in batched operations, and the states to write."""
+"""Plans of the state backend `torch`. A plan lists the rows to compute together in batched operations, and the states to
+write."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ class Segment:
     valid: Tensor | None
     """bool [n, L]: False for padding. None means no padding."""
     places: Tensor | None
-    """int64: positions, among the n * L, of tokens that are not padding. None means all."""
+    """int64: positions, in the flattened [n * L], of tokens that are not padding. None means without padding."""
     targets: Tensor
-    """int64: row of the packed output for each of `places`."""
+    """int64: row of the packed output for each position in `places`."""
     length: int
     checkpoints: Mapping[int, Writes]
-    """Chunk of the segment -> states to write after that chunk."""
+    """Index of a chunk in the segment -> states to write after that chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class SequenceBlock:
     slots: Tensor
     """int [n]: slots of the initial states."""
     empty: Tensor | None
-    """bool [n]: True for sequences that start from zeros. None means that none does."""
+    """bool [n]: True for sequences that start from zeros. None if every sequence has an initial state."""
     chunk: int
     segments: Sequence[Segment]
     last: Writes
@@ -57,7 +58,7 @@ class SequenceBlock:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """Convolution states that a scan writes, as arguments of `remembered` in torch_states.py."""
+    """Convolution states that a scan writes. The fields correspond to arguments of `remembered` in torch_states.py."""
 
     at: Tensor
     from_history: Tensor
@@ -72,7 +73,7 @@ class ScanPlan:
     slots: Tensor
     """int [num_seqs]: slot from which each sequence's state is read."""
     empty: Tensor | None
-    """bool [num_seqs]: True for sequences that start from zeros. None means that none does."""
+    """bool [num_seqs]: True for sequences that start from zeros. None if every sequence has an initial state."""
     remembered: Remembered | None
     """Convolution states to write. None if the layer has no convolution, or no state is written."""
 
@@ -113,7 +114,8 @@ def plan_scan(metadata: StateMetadata, conv_width: int, room: Room) -> ScanPlan:
 
 
 def _alike(order: Sequence[int], lens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Split sequences, longest first, into blocks whose shortest sequence fills more than half of the padded length."""
+    """Split sequences, longest first, into blocks. The shortest sequence of a block fills more than half of the block's padded
+    length."""
     block: list[int] = []
     for row in order:
         if block and (len(block) == most or 2 * lens[row] <= _padded(lens[block[0]])):
@@ -125,14 +127,15 @@ def _alike(order: Sequence[int], lens: Sequence[int], most: int) -> Iterator[lis
 
 
 def _padded(length: int) -> int:
-    """Return the padded length of a sequence in its block, in tokens."""
+    """Return the length, in tokens, to which a sequence's block is padded if the sequence is the longest in its block."""
     if length >= CHECKPOINT_TOKENS:
         return -(-length // CHECKPOINT_TOKENS) * CHECKPOINT_TOKENS
     return 1 << (length - 1).bit_length()
 
 
 def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, Tensor]:
-    """Return `at` and `from_history` of `remembered` in torch_states.py: positions of the convolution's last inputs.
+    """Return the arguments `at` and `from_history` of `remembered` in torch_states.py, which are the positions of the
+    convolution's last inputs.
 
     kept: for each state to write, (sequence, the sequence's first packed token, number of tokens before the state).
     """
@@ -224,11 +227,13 @@ class StepBlock:
 
     rows: slice
     empty: Tensor | None
-    """bool [n]: True for sequences that start from zeros. None means that none does, or that the plan is captured."""
+    """bool [n]: True for sequences that start from zeros. None if the plan is captured, or if every sequence has an initial
+    state."""
     writes: Sequence[Writes]
-    """Writes after each of the L tokens. Empty if the plan is captured or states are updated in place."""
+    """States to write after each of the L tokens. Empty if the plan is captured, or if states are updated in place."""
     in_place: slice | None = None
-    """Range of the slots if they are consecutive and every state is written back to its slot, otherwise None."""
+    """Range of the slots if they are consecutive and every state is written back to the slot from which it was read. Otherwise
+    None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +252,8 @@ class StepPlan:
     blocks: Sequence[StepBlock]
 
     def order(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return `tokens` and `places`. In a replay with `recomputed` tokens, each row's new tokens are moved to the front."""
+        """Return `tokens` and `places`. If `recomputed` is set, each sequence's recomputed tokens are skipped, so its new tokens
+        come first."""
         recomputed = self.metadata.recomputed
         if recomputed is None:
             return self.tokens, self.places

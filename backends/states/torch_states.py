@@ -49,11 +49,12 @@ def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 
 def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> Tensor:
-    """Return M states of the convolution, each after some token: the last conv_width - 1 inputs up to that token.
+    """Return M states of the convolution. A state after a token consists of the last conv_width - 1 inputs up to that token.
 
     history: [num_seqs, conv_width - 1, channels]: convolution states before the step.
     x: [num_tokens, channels]: inputs of the step.
-    at: int64 [M, conv_width - 1]: rows of x or, if from_history, of history flattened to [num_seqs * (conv_width - 1), channels].
+    at: int64 [M, conv_width - 1]: rows of x or, if `from_history` is true, of history flattened to [num_seqs * (conv_width - 1),
+    channels].
     from_history: bool [M, conv_width - 1]: True for inputs from before the step.
 
     Returns [M, channels, conv_width - 1].
@@ -119,7 +120,8 @@ class _Layer(NamedTuple):
 
 
 class TorchStates(StateBackend):
-    """Reference backend for layers with a state: prompts by batched GEMMs over chunks of 64 tokens; decode token by token."""
+    """Reference backend for layers with a state. Prompts use batched GEMMs over chunks of 64 tokens, and decode runs token by
+    token."""
 
     name = "torch"
     graph_level = GraphLevel.UNIFORM
@@ -219,7 +221,7 @@ class TorchStates(StateBackend):
     def _step_block(
         self, plan: StepPlan, block: StepBlock, x: Tensor, gates: Sequence[Tensor], layer: _Layer, out: Tensor
     ) -> None:
-        """Run some sequences of a step. x, gates, out: [n, L, ...]."""
+        """Run one block of sequences of a decode step. x, gates, out: [n, L, ...]."""
         spec, states, (parameters, cache) = self.spec, _StepStates(plan, block), layer
         inputs = x.float()
         if spec.conv_channels:
@@ -284,7 +286,7 @@ class _StepStates:
 
 
 def _taken(rows: Tensor, segment: Segment) -> Tensor:
-    """Return rows [num_tokens, ...] as [n, L, ...] of a segment."""
+    """Return rows [num_tokens, ...] in the shape [n, L, ...] of a segment."""
     return torch.unflatten(rows.index_select(0, segment.tokens), 0, (-1, segment.length))
 
 

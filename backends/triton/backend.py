@@ -27,9 +27,9 @@ from headway.core.contract.support import YES, Support
 from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch
 
 GRAPH_CONTEXT = 8192
-"""Context length, in tokens, for which a captured decode fixes tile sizes and the maximum number of chunks. Each replay decides
+"""Context length, in tokens, for which a captured decode fixes tile sizes and the maximum number of chunks. Each replay selects
 the number of chunks to use. A larger value would help batches of few, very long sequences, but launch more programs without work
-in others; not measured."""
+for other batches. Other values were not measured."""
 LONGEST_KEY, LONGEST_VALUE = 576, 512
 """Maximum head_dim and v_head_dim. Larger heads do not fit the registers together with a query tile."""
 FP8_CAPABILITY = (8, 9)
@@ -109,7 +109,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Return whether the kernels can use the cache's strides: elements of a split head must be contiguous."""
+        """Return whether the kernels can use the cache's strides. The elements in a chunk of a split head must be contiguous."""
         for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
             x = logical.shape[4]
             if x > 1 and (logical.stride(4) != 1 or logical.stride(1) % x):
@@ -126,8 +126,8 @@ class TritonAttention(AttentionBackend):
         return max(self.decode_kernels.workspace_bytes(max_num_seqs), self.prefill_kernels.workspace_bytes())
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """Return the plan for all layers. With HEADWAY_DEBUG=1, negative block numbers raise here, and too large ones at the
-        launch."""
+        """Return the plan for all layers. With HEADWAY_DEBUG=1, negative block numbers raise an error here, and block numbers
+        that are too large raise one at the launch."""
         plan: DecodePlan | PrefillPlan
         plan = self.decode_kernels.plan(metadata) if metadata.phase is Phase.DECODE else self.prefill_kernels.plan(metadata)
         if self._debug:
@@ -159,13 +159,19 @@ class TritonAttention(AttentionBackend):
 
 
 def _check_plan(plan: DecodePlan | PrefillPlan, cache: LayerCache) -> None:
-    """Check, in debug mode, that the plan's block numbers exist in the cache. :raises BackendError: if one does not."""
+    """Check, in debug mode, that the plan's block numbers exist in the cache.
+
+    :raises BackendError: if a block number does not exist.
+    """
     if plan.checked is not None:
         _check_table(plan.checked, cache.geometry.num_blocks + cache.open_blocks)
 
 
 def _check_table(metadata: AttentionMetadata, num_blocks: int | None) -> None:
-    """Check the block numbers that kernels read for each sequence's length. :raises BackendError: if one is outside the cache."""
+    """Check the block numbers that kernels read for each sequence's length.
+
+    :raises BackendError: if a block number is outside the cache.
+    """
     for row, (kv_len, blocks) in enumerate(zip(metadata.kv_lens, metadata.block_table_cpu.tolist(), strict=True)):
         for block in blocks[: -(-kv_len // metadata.block_size)]:
             if block < 0 or (num_blocks is not None and block >= num_blocks):

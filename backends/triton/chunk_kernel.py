@@ -12,8 +12,8 @@ from torch import Tensor
 from headway.kernels.runtime.triton_launch import BoundKernel, Launcher, launches_early
 
 CHUNK_FIELDS = 8
-"""Number of int32 fields per chunk: sequence (-1 means no chunk), its kv_len, first query token and query_len; the chunk's
-first tile and the end of its keys; the sequence's first chunk and number of chunks."""
+"""Number of int32 fields per chunk. In this order, the fields are the sequence's index (-1 means no chunk), kv_len, first query
+token and query_len, the chunk's first tile and the end of its keys, and the sequence's first chunk and number of chunks."""
 SEQ_FIELDS = 4
 """Number of int32 fields per sequence: first query token, query_len, first chunk and number of chunks."""
 
@@ -38,9 +38,10 @@ def cut_sequences(
     EVEN: tl.constexpr,  # the split of a sequence depends only on its own length
     FENCED: tl.constexpr,  # decode reads the chunks before it waits for earlier kernels
 ):
-    """Write the chunk tables. Grid (cdiv(max_chunks, CHUNKS),). Each program computes the whole split, and writes a part.
+    """Write the chunk tables. Grid (cdiv(max_chunks, CHUNKS),). Each program computes the whole split, and writes CHUNKS rows of
+    the chunk table.
 
-    Chunks have nearly equal sizes: a sequence gets one chunk per `share` tiles, rounded to nearest, with share = all tiles /
+    Chunks have nearly equal sizes. A sequence gets one chunk per `share` tiles, rounded to nearest, with share = all tiles /
     (num_seqs * splits). A long sequence among short ones gets many chunks. Sequences of equal length get `splits` chunks each.
     """
     i = tl.arange(0, SEQS)
@@ -121,7 +122,7 @@ class Chunks:
     splits: int
     """Maximum number of chunks of a sequence of mean length."""
     block_n: int
-    """Number of keys per tile. A chunk is a number of complete tiles."""
+    """Number of keys per tile. A chunk consists of complete tiles."""
     window: int | None
     even: bool
     """True if every sequence is split into `splits` chunks."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 INVARIANT_SPLITS = 16
-"""Number of splits of every sequence in batch-invariant mode: with it, one sequence with 8 kv heads nearly fills 132 SMs. Splits
-without keys end immediately."""
+"""Number of splits of every sequence in batch-invariant mode. With this number, one sequence with 8 kv heads nearly fills 132
+SMs. Programs of splits without keys end immediately."""
 
 ANY_PROMPT = 1 << 20
 """Query length to pass to `prefill_config` if the configuration must not depend on the query length."""
@@ -32,14 +32,15 @@ class DecodeConfig:
     wave_us: float = 1.0
     """Time that a program takes in addition to its tiles, in us."""
     merge_us: float = 0.085
-    """Time for the last program to merge one partial result, in us, in addition to the time for its rows."""
+    """Time in us for the last program to merge one partial result, in addition to the time for the rows of the result."""
     merge_row_us: float = 0.015
     """Time to merge one row of a partial result, in us."""
     merge_launch_us: float = 0.0
-    """Overhead of a separate merge launch, in us. 0 means that the last program to arrive merges."""
+    """Overhead of a separate merge launch, in us. 0 means that the last program to arrive merges the partial results."""
     bytes_per_us: float = 2.0e6
     max_rounds: int = 40
-    """Maximum number of programs per SM in a step with splits. With more, merging costs more than the better balance gains."""
+    """Maximum number of programs per SM in a step with splits. With more programs, merging costs more time than the better load
+    balance saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,16 @@ class Architecture:
 
     name: str
     decode: Mapping[str, DecodeConfig]
-    """Decode configurations. "few": for any number of programs. "fp8": for FP8 caches. "many": instead of "few", for many
-    programs of one token each, if a tile is within one block and rows are contiguous (not in vllm_5d). "latent": for layers whose
-    value is in the key (MLA). "latent wide": instead of "latent", for 64 or more query rows. "wide": instead of "few", for more
-    than 256 elements per row."""
+    """Decode configurations, keyed by use:
+
+    - "few": for any number of programs.
+    - "fp8": for FP8 caches.
+    - "many": alternative to "few" for many programs of one token each, if a tile is within one block and rows are contiguous (not
+      in vllm_5d).
+    - "wide": replaces "few" for rows of more than 256 elements.
+    - "latent": for layers whose value is in the key (MLA).
+    - "latent wide": replaces "latent" for 64 or more query rows.
+    """
     prefill: PrefillConfig
     prefill_short: PrefillConfig
     """Configuration for prompts of up to SHORT_PROMPT tokens, in which a larger fraction of the tiles is masked."""
@@ -83,9 +90,10 @@ class Architecture:
     extend_gather: PrefillConfig
     """Configuration for keys that are read through the block table by pointers."""
     wide: PrefillConfig | None = None
-    """Configuration for rows of 257 to 512 bytes. None means the other configurations with half the keys per tile."""
+    """Configuration for rows of 257 to 512 bytes. None means that the other configurations are used with half the keys per
+    tile."""
     widest: PrefillConfig | None = None
-    """Configuration for rows of 257 to 512 elements. None means the other configurations with a quarter of the keys per tile."""
+    """Configuration for rows of 257 to 512 elements. None means that smaller tiles of the other configurations are used."""
     shared_memory: int = 101_376
     """Bytes of shared memory that a program may use (CUDA C++ Programming Guide, Technical Specifications)."""
 
@@ -168,7 +176,8 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
 def decode_configs(
     arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool
 ) -> tuple[DecodeConfig, ...]:
-    """Return the decode configurations for a cache, with that for few programs first. Rows over 256 bytes get smaller tiles."""
+    """Return the decode configurations for a cache. The configuration for launches with few programs comes first. Rows of more
+    than 256 bytes get smaller tiles."""
     table, row_bytes = arch.decode, block_d * itemsize
     name = "fp8" if itemsize == 1 else "wide" if block_d > 256 else "few"
     few = _shrunk(table.get(name, table["few"]), row_bytes, arch.shared_memory)
@@ -179,7 +188,8 @@ def decode_configs(
 
 
 def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
-    """Return the MLA decode configuration. rows: number of query rows per kv head; itemsize: bytes per operand of tl.dot."""
+    """Return the MLA decode configuration. rows: number of query rows per kv head. itemsize: size of an element of tl.dot's
+    operands, in bytes."""
     table = arch.decode
     name = "latent wide" if rows >= 64 and itemsize == 2 and "latent wide" in table else "latent"
     config = table.get(name) or replace(table["few"], block_m=16)
@@ -226,7 +236,7 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
 
 
 def _less(config: PrefillConfig, block_d: int, itemsize: int) -> PrefillConfig:
-    """Return a smaller configuration, for rows longer than the tuned 256 bytes."""
+    """Return a smaller configuration, for rows longer than the 256 bytes for which configurations were tuned."""
     if itemsize == 4:  # float32 has no tensor cores at full precision: small tiles, or registers spill
         config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 32), num_warps=4, tma=False)
         config = replace(config, num_stages=min(config.num_stages, 2))

@@ -22,13 +22,13 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, aligned, launches_early, specialised
 
 EARLY_SEQUENCES = 8
-"""Maximum number of sequences for which the kernel after decode may start early and prefetch its weights. With more, this slows
-decode down (H200, Qwen3-0.6B shapes, 768 tokens of context: a step takes 933 us instead of 970 with 8 sequences, and 1349 us
-instead of 1308 with 16)."""
+"""Maximum number of sequences for which the kernel after decode may start early and prefetch its weights. With more sequences, an
+early start slows decode down. On an H200 (Qwen3-0.6B shapes, 768 tokens of context), a step with 8 sequences takes 933 us instead
+of 970, but a step with 16 sequences takes 1349 us instead of 1308."""
 
 AHEAD_TILES, AHEAD_SEQUENCES = 4, 16
-"""Number of key tiles that a program prefetches to L2 while the previous kernel runs, and maximum number of sequences with which
-it does."""
+"""Number of key tiles that a program prefetches to L2 while the previous kernel runs, and maximum number of sequences for which
+keys are prefetched."""
 
 MERGE_WARPS, MERGED = 4, 16
 """Number of warps of a program of `merge_chunks`, and number of partial results per row that it loads at once."""
@@ -43,8 +43,8 @@ _MAX_STRIDES = (
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Plan of one decode step. Its tensors are the metadata's, so a captured graph reads the values that are later copied into
-    them."""
+    """Plan of one decode step. Its tensors are the tensors of the metadata, so a captured graph reads the values that are later
+    copied into them."""
 
     block_table: Tensor
     chunks: Chunks
@@ -55,14 +55,15 @@ class DecodePlan:
     rows: int
     config: DecodeConfig
     partial: Tensor
-    """float32: partial results of chunks. Shared by all plans of a backend, and freed with it, since graphs store the address."""
+    """float32: partial results of chunks. All plans of a backend share this buffer. It is freed with the backend, since captured
+    graphs store its address."""
     lse: Tensor
     arrivals: Tensor
     """int32 arrival counters, zero between launches."""
     launches: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
     """Bound launches, keyed by all properties in which layers that share this plan may differ."""
     checked: AttentionMetadata | None = None
-    """Metadata to check against the cache before a launch. None except in debug mode."""
+    """Metadata to check against the cache before a launch, in debug mode. Otherwise None."""
 
     @property
     def early(self) -> bool:
@@ -76,11 +77,11 @@ class DecodePlan:
 
 
 NewRows = tuple[Tensor, Tensor] | None
-"""k and v [num_seqs, num_kv_heads, head_dim] of one token per sequence, which decode itself writes to the cache."""
+"""k and v [num_seqs, num_kv_heads, head_dim] of one token per sequence, if decode itself writes them to the cache."""
 
 
 class Decode:
-    """Decode for one kind of layer: splits the sequences into chunks once per step, then launches one kernel per layer."""
+    """Decode for one kind of layer. The sequences are split into chunks once per step, and one kernel is launched per layer."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         spec, layer, layout, block_size = setup.spec, setup.layer, setup.layout, setup.block_size
@@ -106,7 +107,8 @@ class Decode:
         return self.configs if max_query_len == 1 else self.configs[:1]
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """Return (BLOCK_M, rows in use rounded up to a power of two, query tiles per kv head) for a number of query tokens."""
+        """Return (BLOCK_M, rows in use rounded up to a power of two, query tiles per kv head). max_query_len: maximum number of
+        query tokens per sequence."""
         rows = self._spec.group_size * max_query_len
         block_m = min(max(16, triton.next_power_of_2(rows)), 64)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
@@ -114,7 +116,8 @@ class Decode:
     def choose(
         self, kv_lens: list[int], max_query_len: int, configs: Sequence[DecodeConfig] | None = None
     ) -> tuple[DecodeConfig, int]:
-        """Return the configuration, and the number of chunks of an average sequence. configs: candidates; None means all."""
+        """Return the configuration, and the number of chunks of a sequence of average length. configs: candidates. None means all
+        configurations."""
         configs = configs or self._configs(max_query_len)
         if self._num_splits is not None:
             return configs[0], self._num_splits
@@ -259,7 +262,8 @@ class Decode:
             plan.launches[key] = with_merge(bound, merge)
 
     def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
-        """Launch the merge of partial results, and return the bound launch, if any. key: compiled constants and alignments."""
+        """Launch the merge of partial results, and return the bound launch. Return None if there are no partial results, or no
+        launch was bound. key: compile-time constants and alignments."""
         if not plan.chunks.split:
             return None
         sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]
@@ -270,8 +274,8 @@ class Decode:
         return self._launch_merge.bind(key, grid, (out, sums), pointers, rest, constants, num_warps=MERGE_WARPS)
 
     def _num_warps(self, plan: DecodePlan) -> int:
-        """Return the number of warps, which exceeds the configured one if query tile and accumulator would overflow the
-        registers."""
+        """Return the number of warps. It exceeds the configured number if the query tile and the accumulator would otherwise
+        overflow the registers."""
         rows = plan.block_m // 16
         if self._spec.dtype == torch.float32:
             rows *= 4

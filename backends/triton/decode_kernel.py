@@ -1,8 +1,9 @@
-"""Split-KV paged decode in one launch: each chunk writes a partial result, and the last program to arrive merges them.
+"""Split-KV paged decode in one launch. The program of each chunk writes a partial result, and the last program to arrive merges
+all partial results.
 
 The keys of a sequence are split over programs as in flash-decoding (Dao et al. 2023). The query heads of a kv head share one
-tile, as in the GQA packing of FlashInfer and FlashAttention: each key is read once and the tensor cores have several rows.
-Merging in the last program avoids a second launch, which would cost more than the merge at short contexts.
+tile, as in the GQA packing of FlashInfer and FlashAttention, so each key is read once and the tensor cores have several rows.
+Merging in the last program avoids a second launch, which would take longer than the merge at short contexts.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def fold_cached(
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update (m, l, acc) with cached keys first .. first + BLOCK_N before `end`, up to key `newest`. PAIRS: acc_odd contains the
-    odd elements."""
+    """Update (m, l, acc) with cached keys first .. first + BLOCK_N that are before `end` and not newer than `newest`. PAIRS:
+    acc_odd contains the accumulator's odd elements."""
     blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if PAIRS:
@@ -243,8 +244,8 @@ def split_kv_decode(
     """Attend to one chunk of keys. Grid (kv heads * query tiles, chunks). Query row r is token r // GROUP, head r % GROUP.
 
     NEW: the program with a sequence's last keys also processes the new key and value, from registers, and writes them to the
-    cache. If the query heads take several tiles, the program of each tile writes the same data. Loads of that slot are not
-    ordered with the write, so their result is not used.
+    cache. If the query heads take several tiles, the program of each tile writes the same data. Loads of the new token's slot are
+    not ordered with this write, so their result is not used.
     """
     if PDL:
         if EARLY:

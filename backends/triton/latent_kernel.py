@@ -1,8 +1,9 @@
-"""Split-KV decode for MLA: each latent row is read once. It is the key of all query heads, and its first part is their value.
+"""Split-KV decode for MLA. Each latent row is read once. It is the key of all query heads, and its first elements are their
+value.
 
-Absorbed latent attention (DeepSeek-AI 2024, arXiv 2405.04434) has one kv head, so up to 128 query heads share a row. They are the
-rows of one tile, as in FlashMLA. A second launch merges partial results: with 512 elements per value, the last program to arrive
-would need longer to merge all heads than to read its keys.
+Absorbed latent attention (DeepSeek-AI 2024, arXiv 2405.04434) has one kv head, so up to 128 query heads share a row. These heads
+are the rows of one tile, as in FlashMLA. A second launch merges partial results. With 512 elements per value, the last program to
+arrive would need longer to merge all heads than to read its keys.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def latent_decode(
 
 
 class LatentDecode(Decode):
-    """Decode for layers whose value is the first tile of the key (`Layer.value_first`): launches for attention and the merge."""
+    """Decode for layers whose value is the first tile of the key (`Layer.value_first`), with one launch for attention and one for
+    the merge."""
 
     def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         super().__init__(setup, num_splits)
@@ -171,7 +173,8 @@ class LatentDecode(Decode):
         return (latent_config(self._arch, rows, self._spec.dtype.itemsize),)
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
-        """Return (BLOCK_M, rows in use rounded up to a power of two, query tiles per kv head) for a number of query tokens."""
+        """Return (BLOCK_M, rows in use rounded up to a power of two, query tiles per kv head). max_query_len: maximum number of
+        query tokens per sequence."""
         rows = self._spec.group_size * max_query_len
         block_m = min(max(16, triton.next_power_of_2(rows)), self._configs(max_query_len)[0].block_m)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)

@@ -27,8 +27,8 @@ class Layer:
     """Arguments that all kernels of one spec share."""
 
     block_d: int
-    """Number of elements in a key row's first tile: head_dim rounded up to a power of two, or, with a tail, a smaller power of
-    two."""
+    """Number of elements in a key row's first tile. Without a tail, this is head_dim rounded up to a power of two. With a tail,
+    it is a smaller power of two."""
     block_dv: int
     """v_head_dim rounded up to a power of two."""
     equal_tiles: bool
@@ -81,7 +81,8 @@ class Layer:
         )
 
     def merging(self, block_m: int, rows: int, merged: int, lse: bool) -> dict[str, Any]:
-        """Return compile-time constants of the merge kernels. merged: number of partial results per row in flight at once."""
+        """Return compile-time constants of the merge kernels. merged: number of partial results per row that are loaded at
+        once."""
         shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "BLOCK_DV", "HAS_SINKS")
         constants = {name: self.constants[name] for name in shared}
         early = launches_early(self.sinks.device)
@@ -124,19 +125,20 @@ def _row(spec: AttentionSpec) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Addressing:
-    """Strides of a cache's logical view, [block, slot, head, dim / x, x], and properties that select faster loads."""
+    """Strides of a cache's logical view [block, slot, head, dim / x, x], and properties that determine which loads are
+    fastest."""
 
     strides: tuple[int, ...]
     """Five strides of the key, followed by five of the value."""
     k_x: int
-    """Size of the inner axis of a split head_dim, or 1 if it is not split."""
+    """Size of the inner axis if head_dim is split into two axes, else 1."""
     v_x: int
     v_slots_inner: bool
     """True if adjacent slots of the value are contiguous."""
     k_pieces: bool
     """True if k_x-element chunks of the key are interleaved over a block's slots, as in vllm_5d."""
     pairs: bool
-    """True if rows are contiguous and begin at even elements, so that 8-bit elements can be loaded in pairs."""
+    """True if rows are contiguous and begin at even element offsets, so that 8-bit elements can be loaded in pairs."""
     scale_strides: tuple[int, ...] = ()
     """Three strides [block, slot, head] of the key's scales, then three of the value's. Empty if the cache stores no scales."""
 
@@ -170,4 +172,4 @@ def scales_of(cache: LayerCache) -> tuple[Tensor, ...]:
 
 
 NO_SCALES = (None, None)
-"""Placeholder for the scale pointers. Triton omits None from the compiled signature."""
+"""Placeholders for the two scale pointers. Triton omits None from the compiled signature."""

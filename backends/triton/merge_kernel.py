@@ -73,7 +73,7 @@ def merge_rows(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Combine all parts of ROWS rows, with arguments as in `merge_parts`, and store the result."""
+    """Combine all parts of ROWS rows and store the result. Arguments are as in `merge_parts`."""
     m, l, acc = merge_parts(partial_ptr, lse_ptr, first_slot, slot_stride, num_parts, BLOCK_DV, ROWS, MERGED)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_DV)
@@ -110,7 +110,8 @@ def merge_tiles(
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge ROWS rows of a query tile whose keys several programs shared. Grid (NUM_KV_HEADS, BLOCK_M / ROWS, num_merges)."""
+    """Merge ROWS rows of a query tile whose keys were divided among several programs. Grid (NUM_KV_HEADS, BLOCK_M / ROWS,
+    num_merges)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -22,9 +22,11 @@ from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, aligned, launches_early
 
 FEW_TOKENS = 1024
-"""Maximum number of prompt tokens to read through pointers. Descriptors take the host 6 us, too long for a 20 us kernel."""
+"""Maximum number of prompt tokens that are read through pointers instead of descriptors. Making descriptors takes the host 6 us,
+which is too long for a 20 us kernel."""
 MERGE_ELEMENTS = 256
-"""Number of elements of a partial result that a one-warp program merges: few, so that many programs share the work."""
+"""Number of elements of a partial result that a one-warp program merges. The number is small, so that many programs share the
+work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,13 @@ class PrefillPlan:
     block_table: Tensor
     config: PrefillConfig
     partial: Tensor
-    """float32: partial results of programs that share the keys of a query tile. Shared by all plans of a backend."""
+    """float32: partial results of programs that share the keys of a query tile. All plans of a backend share this buffer."""
     lse: Tensor
     launches: dict[Hashable, tuple[BoundKernel, BoundKernel | None, bool]] = field(default_factory=dict)
-    """Bound launches (kernel, merge, True if keys are read by TMA), keyed by all properties in which layers that share this plan
-    may differ."""
+    """Bound launches (attention kernel, merge kernel, True if keys are read by TMA), keyed by all properties in which layers that
+    share this plan may differ."""
     checked: AttentionMetadata | None = None
-    """Metadata to check against the cache before a launch. None except in debug mode."""
+    """Metadata to check against the cache before a launch, in debug mode. Otherwise None."""
 
 
 class Prefill:
@@ -107,7 +109,8 @@ class Prefill:
         return RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self.multiprocessors, self._num_splits)
 
     def workspace_bytes(self) -> int:
-        """Return the maximum size of the partial results in bytes. The option `extend_splits` may lead to larger ones."""
+        """Return the maximum size of the partial results in bytes. With the option `extend_splits`, the partial results may be
+        larger."""
         if self._num_splits == 1:
             return 0
         configs = (self._arch.prefill, self._arch.prefill_short, self._arch.extend, self._arch.extend_gather)
@@ -204,7 +207,7 @@ class Prefill:
             plan.launches[key] = (kernel, merge, variant.tma)
 
     def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan, lse: bool) -> _Variant:
-        """Return strides and compile-time constants for the way in which a plan reads keys (dense, paged, TMA)."""
+        """Return strides and compile-time constants that depend on how a plan reads keys (dense, paged, TMA)."""
         config = plan.config
         if plan.dense:
             strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
@@ -240,10 +243,10 @@ class Prefill:
 
 
 def rereads(spec: AttentionSpec) -> bool:
-    """Return whether the k and v of prompts without context are read back from the cache.
+    """Return whether prompts without context read their k and v back from the cache.
 
-    This is true for quantized caches, because otherwise results would depend on the chunks of a prompt. It is true for batch
-    invariance, because all sequences of a step together determine whether it is PREFILL or EXTEND.
+    This is true for quantized caches, because results would otherwise depend on how a prompt is divided into chunks. It is also
+    true in batch-invariant mode, because all sequences of a step together determine whether the step is PREFILL or EXTEND.
     """
     return not spec.dense and (spec.cache_dtype != spec.dtype or spec.batch_invariant)
 
@@ -270,8 +273,8 @@ class Descriptors:
     def of(
         self, keys: Tensor, values: Tensor, cache: LayerCache | None, block_n: int
     ) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Return descriptors with boxes of block_n rows for a cache or, if it is None, for k and v [num_tokens, num_kv_heads,
-        head_dim]."""
+        """Return descriptors with boxes of block_n rows for a cache. If `cache` is None, they are for k and v [num_tokens,
+        num_kv_heads, head_dim]."""
         key = (keys.data_ptr(), values.data_ptr(), cache is None, block_n, keys.shape[0], keys.stride(), values.stride())
         known = self._known.get(key)
         if known is None:
@@ -301,7 +304,7 @@ def describable(view: Tensor) -> bool:
 
 
 class _Memory:
-    """Stand-in for a tensor in a descriptor, which would otherwise keep the tensor alive."""
+    """Stand-in for a tensor in a descriptor. A descriptor with the tensor itself would keep the tensor alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype

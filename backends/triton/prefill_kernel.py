@@ -1,8 +1,8 @@
-"""Varlen prefill and extend: each program processes a run of keys for a tile of query rows, as scheduled by splits.py.
+"""Varlen prefill and extend. Each program processes a run of keys for a tile of query rows, as scheduled by splits.py.
 
-This is FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. Keys come from this step's k and v
-(no context) or through the block table; with TMA, by tensor descriptors over the same memory, one box per tile. If there are too
-few tiles for the GPU, several programs share a tile's keys (split-KV, flash-decoding, Dao et al. 2023), and `merge_tiles`
+This is FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. Keys are read from this step's k and
+v (no context) or through the block table. With TMA, tensor descriptors over the same memory load one box per tile. If there are
+too few tiles for the GPU, several programs share a tile's keys (split-KV, flash-decoding, Dao et al. 2023), and `merge_tiles`
 combines their partial results.
 """
 
@@ -117,8 +117,8 @@ def fold_keys(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Update (m, l, acc) with keys begin .. end (begin: a multiple of BLOCK_N). newest: [BLOCK_M], the newest key that each query
-    may see."""
+    """Update (m, l, acc) with keys begin .. end. begin: a multiple of BLOCK_N. newest: [BLOCK_M]: position of the newest key that
+    each query may see."""
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,

@@ -78,11 +78,11 @@ def schedule_tiles(
 ) -> TileSchedule:
     """Split a step into query tiles of block_m rows, and the keys of a query tile into runs of tiles of block_n keys.
 
-    starts: [num_seqs + 1]: index of each sequence's first query token, and the number of query tokens.
-    kv_lens: [num_seqs]: lengths; 0 marks padding.
+    starts: [num_seqs + 1]: index of each sequence's first query token, followed by the total number of query tokens.
+    kv_lens: [num_seqs]: length of each sequence. 0 marks padding.
     group: number of query heads per kv head, which is the number of rows per token.
-    cut: function from the number of key tiles of each query tile to (number of leading query tiles that are not split, maximum
-    number of key tiles per program for the others).
+    cut: function whose argument is the number of key tiles of each query tile. It returns (number of leading query tiles that are
+    not split, maximum number of key tiles per program for the others).
     causal: as in AttentionSpec.
     """
     rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window, causal)
@@ -144,19 +144,19 @@ def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n:
 
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Candidate numbers of splits per sequence. Values in between were measured, and gain nothing."""
+"""Candidate numbers of splits per sequence. Numbers between these were measured and are not faster."""
 
 MAX_WAVES = 4
 """Maximum number of waves of programs in a prefill or extend whose keys are split."""
 
 FAN = 8
-"""Number of partial results that one program merges. With more, the results are merged in two stages."""
+"""Number of partial results that one program merges. Larger numbers of partial results are merged in two stages."""
 
 FAN_ROUND = 8
 """Overhead of the second merge stage, in units of the time to merge one partial result."""
 
 FEWEST = 2
-"""Number of programs per SM above which configurations without splits are considered."""
+"""Minimum number of programs per SM for which configurations without splits are considered."""
 
 
 @lru_cache(maxsize=4096)
@@ -170,7 +170,7 @@ def choose_split(
     key_bytes: size of one key and its value, in bytes.
     rows: number of rows of a query tile.
     multiprocessors: number of SMs.
-    configs: candidates. Only the first one may split; the others are for many programs.
+    configs: candidates. Only the first configuration may split. The others are for launches with many programs.
     """
     if keys == 0 or items == 0:
         return configs[0], 1
@@ -186,9 +186,9 @@ def expected_us(
 ) -> float:
     """Return the expected time of a launch in microseconds, without terms that are the same for all candidates.
 
-    An SM runs `residents` programs at a time. Tiles are limited by memory bandwidth, or by latency if there are few programs; for
-    numbers in between, by a combination of both. The SM with the most programs is also limited by its own throughput. Parameters
-    were fitted on an H200 (docs/kernels.md).
+    An SM runs `residents` programs at a time. With many programs, memory bandwidth limits the time of a tile, and with few
+    programs, latency does. For numbers in between, both limits are combined. The SM with the most programs is also limited by its
+    own throughput. Parameters were fitted on an H200 (docs/kernels.md).
     """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
@@ -208,7 +208,7 @@ def expected_us(
 
 
 PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
-"""Candidate numbers of parts for the keys of the longest query tile in prefill or extend."""
+"""Candidate numbers of parts into which the keys of the longest query tile are split in prefill or extend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,8 @@ class RunRule:
     v_head_dim: int
     multiprocessors: int
     num_splits: int | None = None
-    """Number of parts for the longest query tile's keys, which overrides the rule. None means that the rule is used."""
+    """Number of parts into which the longest query tile's keys are split, which overrides the rule. None means that the rule is
+    used."""
 
     def cut(self, tiles: Ints) -> tuple[int, int]:
         """Return (number of leading query tiles that are not split, maximum number of key tiles per program for the others).

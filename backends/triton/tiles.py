@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
-"""Factor from the kernels' base-2 logarithms to natural logarithms."""
+"""Factor that converts the kernels' base-2 logarithms to natural logarithms."""
 
 
 @triton.jit
@@ -27,7 +27,8 @@ def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the physical block numbers of keys first .. first + BLOCK_N (`first` is a multiple of it): a scalar or [BLOCK_N]."""
+    """Return the physical block numbers of keys first .. first + BLOCK_N: a scalar if all keys are in one block, else [BLOCK_N].
+    first: a multiple of BLOCK_N."""
     if BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(table_ptr + first // BLOCK_SIZE)
     else:
@@ -39,10 +40,10 @@ def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def peeked_blocks(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return `block_numbers`, loaded by an instruction that the software pipeliner ignores.
+    """Return the same numbers as `block_numbers`, loaded by an instruction that the software pipeliner ignores.
 
-    The pipeliner would spend half of a loop's stages on block numbers, and leave too few row loads in flight. The table is in the
-    L1 cache after its first use, so a synchronous load is cheap.
+    The pipeliner would use half of a loop's stages for block numbers, and leave too few row loads in flight. The table is in the
+    L1 cache after its first use, so a synchronous load is fast.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         entries = table_ptr + first // BLOCK_SIZE
@@ -79,8 +80,8 @@ def cached_rows(
 ):
     """Return rows [BLOCK_N, BLOCK_D] of a paged key or value.
 
-    If adjacent slots are contiguous, a mask that ends within 16 slots would prevent 16-byte loads, so rows beyond the limit are
-    zeroed after the load. Otherwise, the load's mask zeroes them.
+    If adjacent slots are contiguous, a mask whose limit is not a multiple of 16 slots would prevent 16-byte loads, so rows beyond
+    the limit are zeroed after the load. Otherwise, the load's mask zeroes these rows.
     """
     n = tl.arange(0, BLOCK_N)
     stride_slot = stride_slot // X * X  # a no-op (x is the innermost axis) that tells the compiler about alignment
@@ -181,8 +182,8 @@ def row_scales(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return the scales [BLOCK_N] of rows first .. first + BLOCK_N of a paged key or value; 0 from `limit` on, since they may be
-    NaN."""
+    """Return the scales [BLOCK_N] of rows first .. first + BLOCK_N of a paged key or value. Scales from `limit` on are 0, since
+    their values in the cache may be NaN."""
     n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
         within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N + n
@@ -197,7 +198,7 @@ def add_scaled(acc, weights, v, scales, DOT: tl.constexpr, PRECISION: tl.constex
     """Return acc + weights times v, with the rows of v scaled by `scales` [BLOCK_N].
 
     The weights are multiplied by the scales, which takes fewer multiplications than scaling v and keeps v's integers exact. In
-    float16, small scaled weights would lose precision, so the scales are divided by the tile's largest scale first.
+    float16, small scaled weights would lose precision, so the scales are first divided by the tile's largest scale.
     """
     if DOT == tl.float16:
         top = tl.max(scales, 0)
@@ -243,7 +244,8 @@ def _load(ptrs, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def tanh(x, DOT: tl.constexpr):
-    """Return tanh(x). float32 layers use its series near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
+    """Return tanh(x). In float32 layers, the Taylor series is used near 0, because 1 - 2 / (exp(2x) + 1) suffers from
+    cancellation there."""
     y = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
     if DOT == tl.float32:
         z = x * x
@@ -254,7 +256,8 @@ def tanh(x, DOT: tl.constexpr):
 
 @triton.jit
 def unpack_fp8(pairs):
-    """Convert pairs of e4m3 numbers in int16 to two float16 tiles, low bytes and high bytes. Exact; one instruction per pair."""
+    """Convert pairs of e4m3 numbers in int16 to two float16 tiles, one of the low bytes and one of the high bytes. The conversion
+    is exact and takes one instruction per pair."""
     low, high = tl.inline_asm_elementwise(
         """{
         .reg .b16 a, b;
@@ -276,7 +279,8 @@ def unpack_fp8(pairs):
 
 @triton.jit
 def unpack_int8(pairs):
-    """Convert pairs of int8 in int16 to two exact float16 tiles, low bytes and high bytes: float16 has spacing 1 from 1024 on."""
+    """Convert pairs of int8 numbers in int16 to two float16 tiles, one of the low bytes and one of the high bytes. The conversion
+    is exact, because float16 numbers from 1024 on have a spacing of 1."""
     low = (pairs & 0xFF) ^ 0x6480
     high = ((pairs >> 8) & 0xFF) ^ 0x6480
     low = low.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
@@ -320,8 +324,8 @@ def visible_scores(
     scores, at, positions, newest, slopes, cap_log2, window,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Apply soft cap, ALiBi and mask (if MASKED) to scores. Arguments are as in `softmax_step`. Scores with a soft cap or ALiBi
-    must already be scaled."""
+    """Apply soft cap, ALiBi and, if MASKED, the mask to scores. Arguments are as in `softmax_step`. If there is a soft cap or
+    ALiBi, the scores must already be scaled."""
     if HAS_SOFTCAP:
         scores = cap_log2 * tanh(scores, DOT)
     if HAS_ALIBI:
@@ -336,7 +340,7 @@ def visible_scores(
 
 @triton.jit
 def weigh(scores, m, l, m_new, score_scale, MASKED: tl.constexpr):
-    """Finish `softmax_step` for the new maximum m_new."""
+    """Return the results of `softmax_step` for the new maximum m_new."""
     finite = m_new
     if MASKED:  # no key seen yet: exp2(-inf - 0) = 0 instead of NaN
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -92,7 +92,8 @@ def write_kv(
 
 @triton.jit
 def quantise(tile):
-    """Return rows [BLOCK_T, BLOCK_D] as integers from -127 to 127, and scales [BLOCK_T]; bit-identical to `layout.quantised`."""
+    """Return rows [BLOCK_T, BLOCK_D] as integers from -127 to 127, and scales [BLOCK_T]. The results are bit-identical to
+    `layout.quantised`."""
     tile = tile.to(tl.float32)
     sizes = tl.abs(tile)
     finite = tl.min((sizes < float("inf")).to(tl.int32), 1) > 0
@@ -131,9 +132,10 @@ def store_kv(
 @triton.jit
 def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr,
            TURN: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
-    """Store a tile [BLOCK_T, BLOCK_D]. TURN: assign adjacent threads to adjacent slots instead of chunks of a row.
+    """Store a tile [BLOCK_T, BLOCK_D]. TURN: True to assign adjacent threads to adjacent slots instead of chunks of a row.
 
-    (Among axes of equal contiguity, the compiler assigns threads to the first axis: here the slots, after a chunk's X elements.)
+    Among axes of equal contiguity, the compiler assigns threads to the first axis. With TURN, this is the slot axis, after the X
+    elements of a chunk.
     """
     BLOCK_T: tl.constexpr = tile.shape[0]
     if FP8:  # on a GPU the conversion saturates to +-448, but not in the interpreter
@@ -203,7 +205,8 @@ class Writer:
 
 
 def tile_of(num_tokens: int) -> tuple[int, int]:
-    """Return (tokens per program, warps): large tiles have many loads in flight, small tiles fill the GPU for few tokens."""
+    """Return (tokens per program, warps). Large tiles have many loads in flight; small tiles fill the GPU if there are few
+    tokens."""
     if num_tokens >= 4096:
         return 64, 4
     if num_tokens >= 1024:

@@ -21,9 +21,9 @@ from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from headway.kernels.runtime.probe import at_least, has_gpu
 
 CAPABILITY = (8, 0)
-"""Minimum compute capability, which has bfloat16 MMAs and asynchronous copies."""
+"""Minimum compute capability: the first with bfloat16 MMAs and asynchronous copies."""
 FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for FP8 caches, which has instructions that convert e4m3."""
+"""Minimum compute capability for FP8 caches: the first with instructions that convert e4m3."""
 _FP8 = torch.float8_e4m3fn
 
 

@@ -48,7 +48,7 @@ def address(tensor: Tensor | None) -> int:
 _SOURCE = "paged_attention.cu"
 _OUT = (0,) * 3  # Placeholders for the output: address, token stride, head stride; set for each layer
 _LAYER = (0,) * 5 + _OUT
-"""Placeholders for q (in the format of the output), for key and value addresses, and for the output."""
+"""Placeholders for q (address, token stride, head stride), the key and value addresses, and the output; set for each layer."""
 _LONG = 64  # Number of tiles from which lengths are rounded when choosing a split
 
 
@@ -58,7 +58,7 @@ class PagedDecodePlan:
 
     cut: Cut
     attention: Launch | None
-    """Launch of the attention kernel. None without sequences."""
+    """Launch of the attention kernel. None if the step has no sequences."""
     reduction: Launch | None
     """Launch of the reduction kernel. None if contexts are not partitioned."""
     attention_arguments: Arguments
@@ -136,8 +136,8 @@ class PagedDecode:
             self._reduce(plan.reduction, plan.reduction_arguments)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Return the maximum size of partial results in bytes. Contexts of many sequences are not partitioned; few sequences need
-        little."""
+        """Return the maximum size of partial results in bytes. Steps with many sequences do not partition contexts, and steps
+        with few sequences have few partial results."""
         items = min(max_num_seqs * self._spec.num_kv_heads, 8 * self._machine.multiprocessors)
         return items * PARTITIONS[-1] * self._row_tile * (self._spec.head_dim + 2) * 4
 
@@ -179,7 +179,7 @@ WARPS = (2, 4, MAX_WARPS)
 
 
 SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
-"""Architecture -> maximum shared memory of a thread block, in KiB. All other architectures have 99."""
+"""Maximum shared memory of a thread block in KiB, keyed by architecture. All other architectures have 99 KiB."""
 _KERNELS_OWN = 2048  # Shared memory of the attention kernel besides its stages, in bytes
 
 
@@ -205,7 +205,8 @@ class Cut:
 
 
 def stages_of(tile_bytes: int, arch: str) -> int:
-    """Return the number of tiles in flight per warp. MAX_WARPS warps fit if possible. tile_bytes: bytes of key and value."""
+    """Return the number of tiles in flight per warp, chosen so that MAX_WARPS warps fit if possible. tile_bytes: size of a tile's
+    key and value."""
     return max(2, min(MAX_STAGES, shared_bytes(arch) // (MAX_WARPS * tile_bytes)))
 
 
@@ -215,17 +216,19 @@ _TAIL = 0.05  # Share of a block's time at its end in which memory is not busy
 _WARP_US = 0.17  # Time to merge one more warp
 _SECOND_US = 4.6  # Time of the second kernel, plus
 _MERGE_US = 0.09
-"""Time of the second kernel for each partition to merge, in us."""
+"""Time that the second kernel takes for each partition that it merges, in us."""
 _PARTIAL_US = 0.23
-"""Time for partial results, in us per thread block on each SM that writes one."""
+"""Additional time for partial results, in us for each thread block per SM."""
 
 
 @lru_cache(maxsize=4096)
 def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine: GPUResources) -> Cut:
     """Return the split with the lowest expected time, according to a model fitted to a sweep on an H200.
 
-    items: sequences x kv heads x row tiles; total_tiles: number of key tiles of all items; longest: number of key tiles of the
-    longest item. The caller rounds the sizes, so that few results are cached.
+    items: number of sequences times KV heads times row tiles.
+    total_tiles: number of key tiles of all items.
+    longest: number of key tiles of the longest item.
+    The caller rounds both tile counts, so that few results are cached.
     """
     busy = min(items, max(1.0, total_tiles / max(longest, 1)))  # number of items of full length with the same total work
     shared_tile_us = machine.multiprocessors * tile_bytes / machine.bytes_per_us  # one tile on every SM at full bandwidth

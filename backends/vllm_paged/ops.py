@@ -1,4 +1,4 @@
-"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile. Importing this compiles
+"""Torch operators `headway::*` for models and tools, with fake implementations for torch.compile. Importing this module compiles
 nothing."""
 
 from __future__ import annotations

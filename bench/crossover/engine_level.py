@@ -1,4 +1,5 @@
-"""`headway bench crossover --level engine`: whole generations, one process per backend, so that a crash or OOM costs one cell."""
+"""`headway bench crossover --level engine`: end-to-end generation, with one process per backend, so that a crash or OOM affects
+only one cell."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, SpecRecord, points
 
 AUTO = "auto"
-"""Name of an entry measured like a backend: each step's backend is chosen by the kernel-level table."""
+"""Name of an entry that is measured like a backend and chooses each step's backend by the kernel-level table."""
 SIZES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "cuda": ((1, 2, 4, 8, 16, 32, 64), (512, 1024, 2048)),
     "cpu": ((1, 4), (16, 64)),
@@ -56,7 +57,7 @@ class EngineOptions:
     `auto`."""
     repeat: int = 1
     cell_limit: float = 120.0
-    """Seconds after which a generation, and all generations that are not smaller, are abandoned."""
+    """Seconds after which a generation is abandoned, together with all generations that are at least as large."""
     seed: int = 0
     budget: float | None = None
     output: Path | None = None
@@ -73,17 +74,18 @@ class _Run:
     cells: list[Cell] = field(default_factory=list)
     spec: SpecRecord | None = None
     reason: str = ""
-    """Reason why no case could run; "" if any could."""
+    """Reason why no case could run; "" if at least one case could run."""
 
 
 def cases(batches: Sequence[int], lens: Sequence[int]) -> list[str]:
-    """Return cases with equal input and output lengths, for each batch size and input length."""
+    """Return a case for each batch size and input length, with an output as long as the input."""
     return [f"{batch}q{n}s{2 * n}" for batch in batches for n in lens]
 
 
 def run_engine_level(options: EngineOptions, registry: Registry, console: Console | None = None) -> CrossoverTable:
     """Generate every case with every backend. Failures are recorded in the table; Ctrl-C keeps finished cells.
-    :raises HeadwayError: if a backend is unknown, a case is not a generation, or no backend could start."""
+    :raises HeadwayError: if a backend is unknown, a case generates nothing, or no backend could start.
+    """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     names = list(dict.fromkeys(options.backends)) if options.backends else [*_available(registry, options.device), AUTO]
     for name in names:
@@ -113,7 +115,9 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
 
 def _old_table(options: EngineOptions) -> CrossoverTable | None:
     """Return the table to resume, or None.
-    :raises ConfigError: if there is no output file. :raises UnsupportedError: if it is for another machine, level or model."""
+    :raises ConfigError: if there is no output file. :raises UnsupportedError: if the table is for a different machine, level or
+    model.
+    """
     if not options.resume:
         return None
     if options.output is None:
@@ -149,8 +153,9 @@ def _available(registry: Registry, device: torch.device) -> list[str]:
 
 
 def _point(case: str) -> Point:
-    """Return a generation as a point, with mean lengths if its requests differ.
-    :raises ConfigError: if the case is invalid or has no output."""
+    """Return a case as a point, with mean lengths if the lengths of its requests differ.
+    :raises ConfigError: if the case is invalid or has no output.
+    """
     requests = parse_case(case)
     if any(total <= query_len for query_len, total in requests):
         raise ConfigError("generation", "groups such as 8q512s1024: 512 tokens in, 512 out", repr(case))
@@ -237,7 +242,7 @@ def save(table: CrossoverTable | None, path: Path | None) -> None:
 
 
 def _request(name: str, todo: Sequence[Point], options: EngineOptions) -> dict[str, Any]:
-    """Return a worker's request: an engine just large enough for the remaining cases."""
+    """Return the request for a worker, which asks for an engine just large enough for the remaining cases."""
     llm = {
         "max_model_len": max(kv_len for point in todo for _, kv_len in parse_case(point.case)),
         "max_num_seqs": max(point.batch for point in todo),

@@ -58,12 +58,14 @@ FORMS: dict[str, Callable[[View, Path], None]] = {
     ".html": _html,
     ".png": _png,
 }
-"""File suffix -> writer. JSON and CSV have every layout and block size; the others have only the view's."""
+"""File suffix -> writer. JSON and CSV have every layout and block size; the other formats have only the view's layout and block
+size."""
 
 
 def check_target(path: Path, table: Path | None) -> None:
     """Check a target's file name before any slow work. table: file of the table to show.
-    :raises ConfigError: if the format is unknown or the file is the table's own, whose cells would be lost."""
+    :raises ConfigError: if the format is unknown or the target is the table's own file, whose cells would be lost.
+    """
     if table is not None and path.resolve() == table.resolve():
         raise ConfigError("--export", "another file than the table's", str(path))
     check_suffix(path)
@@ -95,7 +97,7 @@ PURPOSE: dict[PhaseName, str] = {
 
 
 def to_html(view: View) -> str:
-    """Return the HTML page. It is self-contained, with every color, rule and number."""
+    """Return a self-contained HTML page of the view."""
     loader = PackageLoader(__package__, "")
     environment = Environment(
         loader=loader, autoescape=True, finalize=_harmless, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -120,7 +122,7 @@ def to_html(view: View) -> str:
 
 
 def _harmless(value: object) -> object:
-    """Return a value for the page without control characters; autoescape handles markup."""
+    """Return a value without control characters, for the page. Autoescape handles markup."""
     return harmless(value, keep="\n") if type(value) is str else value
 
 
@@ -141,6 +143,6 @@ def _panel(phase: PhaseName, blocks: list[Block]) -> dict[str, object]:
 
 
 def _kind(row: TableRow, name: str) -> str:
-    """Return the style of a backend's time in a row."""
+    """Return the CSS class of a backend's time in a row: "win" for a winner, "no" if the backend has no time, else ""."""
     cell = row.cells.get(name)
     return "win" if name in row.winners else "" if cell is not None and cell.median_us is not None else "no"

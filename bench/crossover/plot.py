@@ -31,9 +31,10 @@ LENGTHS: dict[PhaseName, str] = {
 
 
 def to_png(view: View) -> bytes:
-    """Return a PNG with one panel per phase: rows are batch sizes, columns lengths, each cell has its winner's color and
+    """Return a PNG with one panel per phase. Rows are batch sizes and columns are lengths; each cell has its winner's color and
     speed-up.
-    :raises ConfigError: if matplotlib is not installed or the table has no points."""
+    :raises ConfigError: if matplotlib is not installed or the table has no points.
+    """
     if not view.blocks:
         raise ConfigError("a picture of the winners", "a table with points", "one without any")
     panels = [(phase, list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)]
@@ -101,11 +102,11 @@ def _patch(colour: str, label: str) -> Any:
 
 
 _COLUMNS = 3
-"""Number of panels per phase: for the smallest, a middle and the largest value."""
+"""Maximum number of panels per phase: for the smallest, a middle and the largest batch size or number of new tokens."""
 _MARKERS = "osD^vPX*<>"
 _PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend")
 _TOTALS = {"decode": LENGTHS["decode"], "prefill": LENGTHS["prefill"]}
-"""Phase -> label of the horizontal axis, if it is not the number of all tokens of each sequence."""
+"""Phase -> label of the horizontal axis. In other phases, the axis shows the total number of tokens of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -114,21 +115,21 @@ class Panel:
 
     batch: int
     query_len: int
-    """Number of new tokens per sequence. 0 in prefill, whose new tokens are the length."""
+    """Number of new tokens per sequence. 0 in prefill, because all tokens of a sequence are new."""
     rows: list[TableRow]
 
     @property
     def title(self) -> str:
-        """Title with the number of sequences and of new tokens of the curves."""
+        """Title with the number of sequences and the number of new tokens."""
         sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         return f"{sequences}, {self.query_len:,} new tokens each" if self.query_len > 1 else sequences
 
 
 def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
-    """Return a PNG with a row of panels per phase; both axes are logarithmic.
+    """Return a PNG with a row of panels per phase. Both axes are logarithmic.
 
-    Decode and prefill have a panel for each of three batch sizes, extend for each of three numbers of new tokens. phases: phases
-    to draw; empty means decode, prefill and extend, as far as measured.
+    Decode and prefill have a panel for each of three batch sizes; extend has a panel for each of three numbers of new tokens.
+    phases: phases to draw; empty means decode, prefill and extend, if measured.
     :raises ConfigError: if matplotlib is not installed or the view has no times at several lengths.
     """
     wanted = phases or _PHASES
@@ -157,7 +158,7 @@ def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
 
 
 def panels(blocks: list[Block]) -> list[Panel]:
-    """Return the points of a phase in at most three groups that differ only in length."""
+    """Return at most three panels of a phase. The points within a panel differ only in length."""
     of_prompts = blocks[0].phase == "prefill"
     groups: dict[tuple[int, int], list[TableRow]] = {}
     for block in blocks:

@@ -38,7 +38,7 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, Sp
 
 _TIMER = InterleavedTimer(rounds=5)
 LAYERS = 32
-"""Assumed number of layers of a model, which share the plan's cost."""
+"""Assumed number of layers of a model. All layers share the cost of one plan."""
 
 
 class RegretTrial(BaseModel):
@@ -57,7 +57,8 @@ class RegretTrial(BaseModel):
     best_us: float
     """Time of a step in microseconds with the fastest backend for the layout and block size that `auto` chose."""
     times_us: dict[str, float]
-    """Microseconds by backend, layout and block size, such as `triton nhd 256`; only by backend if it reads no cache."""
+    """Microseconds keyed by backend, layout and block size, such as `triton nhd 256`, or only by backend if the backend reads no
+    cache."""
 
     @property
     def regret(self) -> float:
@@ -97,7 +98,7 @@ class RegretReport(ResultFile):
 
     @property
     def places(self) -> set[str]:
-        """Layouts and block sizes, such as `nhd 256`, with a time of any backend."""
+        """Layouts and block sizes, such as `nhd 256`, for which at least one backend has a time."""
         return {place for trial in self.trials for _, _, place in (key.partition(" ") for key in trial.times_us) if place}
 
     def of_seed(self, seed: int) -> tuple[float, float]:
@@ -122,10 +123,11 @@ def measure_regret(
 ) -> RegretReport:
     """Measure `count` random points per seed, within the grid's range but off the grid, in the order drawn.
 
-    They are steps of one engine: hysteresis within the noise applies, and steps that would replay a graph are chosen and timed as
-    such. Candidates are timed in rounds, for the layout and block size that `auto` chooses for the workload. anywhere: also for
-    all others of the table. others: further layouts and block sizes to time, for `judge_again` with other tables. until:
-    time.perf_counter() after which nothing more is measured; the next point is reported as untimed.
+    The points count as steps of one engine: hysteresis within the noise applies, and steps that would replay a graph are chosen
+    and timed as such. Candidates are timed in rounds, for the layout and block size that `auto` chooses for the workload.
+    anywhere: True to time all other layouts and block sizes of the table as well. others: further layouts and block sizes to
+    time, so that `judge_again` can evaluate other tables. until: value of time.perf_counter() after which measuring stops; the
+    next point is reported as untimed.
     :raises ConfigError: if the table has no times for any layout, so that there is no choice to evaluate.
     """
     spec = table.attention.to_spec(device)
@@ -171,7 +173,8 @@ def measure_regret(
 def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload) -> RegretReport:
     """Evaluate the choices with a table, using the times of an earlier report. Measures nothing and runs on any machine. report:
     from `measure_regret` with `anywhere`, since otherwise the layout and block size chosen now may have no times.
-    :raises ConfigError: if the table is for a layer other than that of the times, or has no times for any layout."""
+    :raises ConfigError: if the table and the times are for different layers, or the table has no times for any layout.
+    """
     if report.spec.key != table.spec.key:
         need = f"times of the table's layer, {table.spec}"
         raise ConfigError("--trials", need, f"those of {report.spec}", "--output of headway table regret on such a table")
@@ -211,9 +214,9 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
 def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
     """Return the regret that a lookup at each measured point would have if the point were not in the table. Measures nothing.
 
-    Uses the layout and block size with the lowest time. Points outside the range of the others are left out, since only the
-    nearest edge is known there. A grid without the point is coarser, so the actual regret is lower.
-    :raises ConfigError: if the table is for whole generations.
+    Uses the layout and block size with the lowest time. Points outside the range of the other points are left out, since a lookup
+    knows only the nearest edge there. A grid without the point is coarser, so the actual regret is lower.
+    :raises ConfigError: if the table is an engine-level table.
     """
     if table.level != "kernel":
         raise _no_choice(table, ())
@@ -264,7 +267,7 @@ def _report(
 
 
 def _no_choice(table: CrossoverTable, names: Collection[str]) -> ConfigError:
-    """Return why a table leads to no choice. names: its candidate backends."""
+    """Return the error for a table that leads to no choice. names: the table's candidate backends."""
     need = "a table of level kernel with times for every phase"
     if table.level != "kernel":
         return ConfigError("regret", need, f"one of level {table.level}")
@@ -281,13 +284,13 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
 
 
 def _replaying(registry: Registry, names: Iterable[str], shape: Shape) -> list[str]:
-    """Return the backends in `names` whose graph an engine replays for a captured shape."""
+    """Return the backends in `names` whose graph an engine replays for a shape; empty if the shape is not captured."""
     known = [name for name in names if shape.captured and name in registry.backends]
     return [name for name in known if registry.backend(name).captures(shape.query_len)]
 
 
 def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = ()) -> dict[str, float]:
-    """Return times as in RegretTrial. replaying: backends whose plan and launches cost no host time."""
+    """Return times in the format of `RegretTrial.times_us`. replaying: backends whose plan and launches cost no host time."""
     found = {}
     for cell in cells:
         in_graph = cell.kernel in replaying
@@ -300,7 +303,8 @@ def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = (
 def _trial(
     phase: str, case: str, chosen: str, times_us: Mapping[str, float], place: str, seed: int | None = None
 ) -> RegretTrial | None:
-    """Return the trial of a choice for `place`, such as `nhd 256`; None if it has no time for this place."""
+    """Return the trial of a choice for `place`, such as `nhd 256`; None if the chosen backend has no time for this layout and
+    block size."""
     here = {key.removesuffix(f" {place}"): us for key, us in times_us.items() if key.endswith(f" {place}") or " " not in key}
     if chosen not in here:
         return None

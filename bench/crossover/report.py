@@ -42,7 +42,7 @@ class TableRow:
 
     @property
     def label(self) -> str:
-        """The row's lengths; the batch size is in the block's heading."""
+        """Lengths of the row's point. The batch size is in the block's heading."""
         cell = self.first
         if cell.phase in COUNTED:
             return str(cell.batch)
@@ -104,7 +104,8 @@ class View:
 
     @property
     def elsewhere(self) -> dict[str, list[PairName]]:
-        """Backend without a time for this layout and block size -> the layouts and block sizes for which it has one."""
+        """Backend without a time for this layout and block size -> the layouts and block sizes for which the backend has a
+        time."""
         timed: dict[str, list[PairName]] = {}
         for cell in self.table.cells:
             if cell.median_us is not None and cell.layout is not None:
@@ -132,8 +133,10 @@ def pairs_of(table: CrossoverTable) -> list[PairName]:
 
 
 def view(table: CrossoverTable, layout: str | None = None, block_size: int | None = None) -> View:
-    """Return the table for a layout and block size. Unspecified ones are chosen by the lowest time over all points.
-    :raises ConfigError: if no matching layout and block size was measured."""
+    """Return the table for a layout and block size. An unspecified layout or block size is chosen by the lowest time over all
+    points.
+    :raises ConfigError: if no matching layout and block size was measured.
+    """
     pairs = pairs_of(table)
     fitting = [pair for pair in pairs if layout in (None, pair[0]) and block_size in (None, pair[1])]
     if not fitting:
@@ -171,7 +174,7 @@ def _order(row: TableRow) -> tuple[int, ...]:
 
 
 def show(cell: Cell | None) -> str:
-    """Return a cell's text: its time (for generations, tokens per second), or why it has none."""
+    """Return a cell's text: its time (for generations, tokens per second), or the reason for a missing time."""
     if cell is None:
         return ""
     if cell.median_us is None:
@@ -206,12 +209,12 @@ _MOST_LAID_OUT: Final = 500
 
 _MARKS: Final = {
     "unsupported": "the backend cannot compute this point",
-    "OOM": "the backend does not support this point",
-    "incorrect": "out of memory",
-    "error": "the result differed from float64 by more than the tolerance",
+    "OOM": "the point needs more memory than the device has",
+    "incorrect": "the result differed from float64 by more than the tolerance",
+    "error": "the backend raised an error",
     "loser": "a slower candidate that was not timed",
 }
-"""Text of a cell without a time, from `show` -> its meaning."""
+"""Text that `show` returns for a cell without a time -> its meaning."""
 
 
 def print_view(view: View, console: Console, all_backends: bool = False) -> None:
@@ -258,7 +261,7 @@ def legend(view: View) -> dict[str, str]:
 
 
 def _as_lines(block: Table) -> Text:
-    """Return the table as padded lines: for 10,000 rows rich takes 9 s of CPU time, this takes 0.9 s."""
+    """Return the table as padded lines. For 10,000 rows, rich takes 9 s of CPU time and this function 0.9 s."""
     columns = [[" ".join(str(cell).split()) for cell in (column.header, *column.cells)] for column in block.columns]
     fills = ["<" if column.justify == "left" else ">" for column in block.columns]
     widths = [max(map(cell_len, column)) for column in columns]
@@ -268,7 +271,7 @@ def _as_lines(block: Table) -> Text:
 
 
 def _block(block: Block, backends: Sequence[str], plain: bool) -> Table | Text:
-    """Return a block with a column per backend. plain: as lines without colors."""
+    """Return a block with a column per backend. plain: True to return lines without colors."""
     shown = _empty(block, _LENGTHS[block.phase])
     for name in backends:
         shown.add_column(name, justify="right", no_wrap=True)
@@ -281,7 +284,8 @@ def _block(block: Block, backends: Sequence[str], plain: bool) -> Table | Text:
 
 
 def _narrow_block(block: Block, plain: bool) -> Table | Text:
-    """Return a block with the two fastest backends per row, for terminals of 80 columns. plain: as lines without colors."""
+    """Return a block with the two fastest backends per row, for terminals of 80 columns. plain: True to return lines without
+    colors."""
     shown = _empty(block, _LENGTHS[block.phase].replace(" of ", "\nof "))
     short = unit(block.phase).split(" ")[0 if block.phase != "generate" else 1]
     for who in ("fastest", "runner-up"):
@@ -332,7 +336,7 @@ def software(device: DeviceIdentity) -> str:
 
 
 def notes(view: View) -> list[str]:
-    """Return the notes of exports: unavailable backends, remarks, marks, and what the times depend on."""
+    """Return the notes of exports: unavailable backends, remarks, marks, and the date and spread of the times."""
     marks = [f"{mark}: {meaning}" for mark, meaning in legend(view).items()]
     return [*_absent(view.table), *_remarks(view), *marks, _measured(view.table)]
 

@@ -1,4 +1,4 @@
-"""Worker process for whole generations with one backend: `python -m headway.bench.crossover.worker`.
+"""Worker process for end-to-end generation with one backend: `python -m headway.bench.crossover.worker`.
 
 The process reads one request and answers with events; see `worker_protocol.events`.
 """
@@ -20,14 +20,14 @@ from headway.tuning.table.schema import SpecRecord
 
 _WARM_UP_TOKENS = 4
 _LEAST_SECONDS = 2.0
-"""Minimum seconds of all passes, until which a generation is repeated,"""
+"""Minimum total seconds of a generation's passes. Passes are repeated until they reach this time or `_MOST_PASSES`."""
 _MOST_PASSES = 5
-"""and the maximum number of passes. Generations of half a second differ by up to 4 %."""
+"""Maximum number of passes made to reach `_LEAST_SECONDS`. Generations of half a second differ by up to 4 %."""
 
 
 def main() -> None:
-    """Answer the request with events: "ready"; per case "begin", "pass" before each generation, and "done" or "failed"; or
-    "fatal"."""
+    """Answer the request with events: "ready", then for each case "begin", "pass" before each generation, and "done" or "failed".
+    If the engine cannot start, the only event is "fatal"."""
     request, emit = receive_request()
     try:
         llm = LLM(**request["llm"])
@@ -53,9 +53,11 @@ def main() -> None:
 
 
 def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: int, emit: Emit) -> list[float]:
-    """Return microseconds of each pass with all requests sent at once. A short pass first warms everything up. requests: (input
-    length, input plus output length) of each. repeat: minimum number of passes; short ones are repeated more often.
-    :raises RuntimeError: if a request ended early."""
+    """Return the microseconds of each pass, in which all requests are sent at once. A short pass first warms everything up.
+    requests: (input length, input plus output length) of each request. repeat: minimum number of passes; short passes are
+    repeated more often.
+    :raises RuntimeError: if a request ended early.
+    """
     draw = random.Random(seed)
     vocabulary = llm.model.decoder.vocab_size
     prompts = [[draw.randrange(vocabulary) for _ in range(query_len)] for query_len, _ in requests]
@@ -81,7 +83,7 @@ def _generate(llm: LLM, prompts: Sequence[list[int]], wanted: Sequence[int]) -> 
 
 
 def _served(llm: LLM) -> dict[str, int]:
-    """Return backend -> number of its steps since the start."""
+    """Return backend -> number of steps that used the backend since the start."""
     return dict(llm.engine.stats.steps_by_backend)
 
 

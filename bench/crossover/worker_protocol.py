@@ -37,7 +37,7 @@ class Emit(Protocol):
 
 
 def receive_request() -> tuple[dict[str, Any], Emit]:
-    """Return the process's request and its function for sending events. The output of libraries is kept separate from the
+    """Return the request to this process and a function that sends events. The output of libraries is kept separate from the
     events."""
     die_with_parent()
     stream = open_replies()

@@ -32,7 +32,7 @@ class LayerDiff(BaseModel):
     heads: list[Error]
     """Error of each query head."""
     free_running: Error
-    """Error of the layer's output if each side uses q, k and v of its own run, which includes errors of earlier layers."""
+    """Error of the layer's output if each side uses q, k and v of its own run. It includes errors of earlier layers."""
 
     @property
     def worst_head(self) -> int:
@@ -53,13 +53,14 @@ class Flip(BaseModel):
 
     prompt: int
     position: int
-    """Position of the previous token in the prompt's sequence."""
+    """Position in the prompt's sequence of the token before the differing tokens."""
     token_a: int
     token_b: int
     gap: Error
     """B's logit of its own token minus B's logit of A's token. A small gap is a near-tie."""
     kl: Error = None
-    """KL(A || B) of the next token here, in nats. None if not finite, and in files from before 2026-11-25."""
+    """KL(A || B) of the next token's distribution at this position, in nats. None if not finite, and in files from before
+    2026-11-25."""
 
 
 class PhaseDiff(BaseModel):
@@ -77,17 +78,17 @@ class PhaseDiff(BaseModel):
     """Sum of the two sides' declared tolerances for this dtype, since each may deviate from the exact result."""
     layers: list[LayerDiff]
     first_beyond: int | None
-    """First layer whose relative_error exceeds the tolerance. None if there is none."""
+    """First layer whose relative_error exceeds the tolerance. None if no layer exceeds it."""
     hidden_error: Error
-    """Relative error of the last hidden states, with each side on its own run."""
+    """Relative error of the last hidden states between separate runs of the two sides."""
     logits_error: Error
-    """Relative error of the logits, with each side on its own run."""
+    """Relative error of the logits between separate runs of the two sides."""
     flip_rate: float
-    """Fraction of positions with different greedy next tokens, with each side on its own run over the same tokens."""
+    """Fraction of positions at which separate runs of the two sides over the same tokens have different greedy next tokens."""
     flips: list[Flip]
     """The first flips found, at most MAX_FLIPS."""
     kl_mean: Error
-    """Mean KL(A || B) of the next token's distribution in nats, with each side on its own run."""
+    """Mean KL(A || B) of the next token's distribution in nats, between separate runs of the two sides."""
     kl_max: Error
 
 
@@ -100,7 +101,7 @@ class SideReport(BaseModel):
     kv_layout: str
     block_size: int
     weights: str = ""
-    """Description of the side's weights; "" if both sides have the same."""
+    """Description of the side's weights; "" if both sides have the same weights."""
     products: list[str] = []
     """Kernel used for each kind of quantized linear layer for which there is a choice."""
 
@@ -128,7 +129,7 @@ class DiffReport(ResultFile):
 
 
 def size(error: Error) -> float:
-    """Return an error as a number to compare: infinity if it is not finite."""
+    """Return an error as a number to compare, which is infinity if the error is not finite."""
     return float("inf") if error is None else error
 
 
@@ -230,7 +231,7 @@ def _flips(report: DiffReport) -> Table:
 
 
 _LISTED = 8
-"""Maximum number of positions in the printed table; a result file has more."""
+"""Maximum number of positions in the printed table. A result file lists more positions."""
 
 
 def _show(error: Error) -> str:
@@ -289,5 +290,5 @@ def _is_number(error: Error) -> bool:
 
 
 def _drawn(error: Error) -> float:
-    """Return an error's position on the axis; errors that are not finite leave a gap in a shaded layer."""
+    """Return an error's position on the axis. An error that is not finite leaves a gap, and its layer is shaded."""
     return max(error, _SMALLEST) if error is not None and math.isfinite(error) else math.nan

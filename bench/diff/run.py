@@ -1,4 +1,4 @@
-"""The comparison: B generates; A is compared with B on B's q, k and v, and again on A's own run."""
+"""The comparison: B generates. A is compared with B for the q, k and v of B's run, and again in a separate run of A."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.model import Attention, AttentionFunctions, Model, state_layers
 
 MAX_FLIPS = 20
-"""Maximum number of flipped tokens to list; all are counted."""
+"""Maximum number of flipped tokens to list; all flipped tokens are counted."""
 
 
 class RelativeErrors:
@@ -97,7 +97,7 @@ def first_beyond(errors: list[Error], tolerance: float) -> int | None:
 
 
 def _relative(difference: float, expected: float) -> Error:
-    """Return the relative error from sums of squares: 0 if both are zero, None against zero otherwise."""
+    """Return the relative error from sums of squares. If `expected` is zero, return 0 for no difference, else None."""
     if difference == 0:
         return 0.0
     return _number(math.sqrt(difference / expected)) if expected else None
@@ -124,7 +124,8 @@ class _Phase:
 
 
 class _Twin:
-    """Attention that returns B's result and compares A's result for the same q, k and v. Keeps B's results of the step."""
+    """Attention that returns B's result and compares A's result for the same q, k and v with it. Stores B's results of the
+    step."""
 
     def __init__(self, a: SideRun, b: SideRun, counted: RelativeErrors) -> None:
         self._a = a
@@ -139,7 +140,7 @@ class _Twin:
 
 
 class _FreeRun:
-    """Attention that returns A's result and compares it with B's run."""
+    """Attention that returns A's result and compares it with the result from B's run."""
 
     def __init__(self, a: SideRun, answers: dict[int, Tensor], counted: RelativeErrors) -> None:
         self._a = a
@@ -178,12 +179,12 @@ def compare(
     advance: Callable[[], None] = lambda: None,
     model_a: Model | None = None,
 ) -> list[PhaseDiff]:
-    """Compare A with B on the prompts and on B's `max_tokens` greedy tokens after each, for each phase that occurs. model_a: A's
-    model for its own run, of the same shape with other weights; None means `model`. extend: split prompts of at least three
-    tokens in two, so that the second chunk has a cached context.
+    """Compare A with B on the prompts and on B's `max_tokens` greedy tokens after each prompt, for each phase that occurs.
+    model_a: model for A's own run, of the same shape with other weights; None means `model`. extend: split prompts of at least
+    three tokens in two, so that the second chunk has a cached context.
     :raises ConfigError: if the model has state layers.
     :raises PromptError: if a prompt is empty or too long.
-    :raises BackendError: if a backend raised.
+    :raises BackendError: if a backend raised an error.
     """
     if states := state_layers(model):
         raise ConfigError("headway diff", "a model of attention layers alone", f"layers with a state: {states[0].spec}")
@@ -237,7 +238,7 @@ def _forward(model: Model, tokens: list[list[int]], step: DiffStep, attention: A
 def _logits(
     model_a: Model, model_b: Model, hidden_a: Tensor, hidden_b: Tensor, step: DiffStep, counted: NextTokens, first: int
 ) -> list[int]:
-    """Add all positions of a step. Return B's greedy token after each."""
+    """Add the logits of all positions of a step to `counted`. Return B's greedy token after each position."""
     shares = zip(step.rows, step.context_lens, step.query_lens, strict=True)
     places = [(first + row, context + n) for row, context, query in shares for n in range(query)]
     greedy: list[int] = []

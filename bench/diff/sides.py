@@ -30,13 +30,13 @@ from headway.models.loader import LoadedModel, LoadOptions, load_model
 from headway.tuning.measure.linear import choose_linear_kernels
 
 AS_STORED = "checkpoint"
-"""Value of `--quantization` for a checkpoint's own format, besides the formats for quantization while loading."""
+"""Value of `--quantization` for a checkpoint's own format. The other values are formats for quantization while loading."""
 _OPTION = "--quantization"
 
 
 @dataclass(frozen=True, slots=True)
 class DiffModels:
-    """Models of both sides, with descriptions of their weights; "" if both are the same."""
+    """Models of both sides and descriptions of their weights. The descriptions are "" if both sides use the same weights."""
 
     a: LoadedModel
     b: LoadedModel
@@ -49,9 +49,10 @@ class DiffModels:
 def load_models(
     name: str, dtype: str, device: torch.device, load_format: str, model_impl: str, quantization: str | None
 ) -> DiffModels:
-    """Load the sides' models. quantization: None uses one model for both. A name in ON_LOADING quantizes only A's weights.
+    """Load the sides' models. quantization: None uses one model for both sides. A name in ON_LOADING quantizes only A's weights.
     "checkpoint" uses the checkpoint's quantized weights for A, and dequantizes them for B.
-    :raises ConfigError: if the weights do not suit `quantization`. :raises ModelError: as `load_model`."""
+    :raises ConfigError: if the weights do not suit `quantization`. :raises ModelError: if `load_model` raises it.
+    """
     load = partial(load_model, name, dtype, device, load_format, model_impl=model_impl)
     if quantization is None:
         both = load()
@@ -74,7 +75,7 @@ def load_models(
 
 
 def _checked(name: str, load_format: str, quantization: str) -> str:
-    """Return the checkpoint's quantization format in words; "" if plain. Reads only small files."""
+    """Return the checkpoint's quantization format in words, or "" if the weights are plain. Reads only small files."""
     if quantization not in (known := (*ON_LOADING, AS_STORED)):
         raise ConfigError(_OPTION, " or ".join(known), repr(quantization))
     if load_format == "dummy":
@@ -120,7 +121,7 @@ class SideRun(Protocol):
     """One side with its own caches, for one batch of sequences."""
 
     def begin(self, step: DiffStep) -> None:
-        """Prepare a step. Each layer then calls once."""
+        """Prepare a step. Each layer then calls this object once."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return attention in the shape of q. q: [num_tokens, num_heads, head_dim]. k, v: [num_tokens, num_kv_heads,
@@ -158,7 +159,7 @@ class Side(Protocol):
 def make_side(name: str, source: Kernels, specs: Sequence[AttentionSpec], options: SideOptions) -> Side:
     """Return the side for a name: "reference", or any value of --attn-backend.
 
-    :raises HeadwayError: if the name is unknown, or the backend does not support the model, with its reasons.
+    :raises HeadwayError: if the name is unknown, or the backend does not support the model; the error has the reasons.
     """
     make = _OTHER_SIDES.get(name, BackendSide)
     return make(name, source, specs, options)
@@ -236,7 +237,7 @@ class ReferenceSide:
         return "explicit softmax in float64 (torch)"
 
     def tolerance(self, phase: Phase) -> float:
-        """Return 0: float64 attention is the reference."""
+        """Return 0, because float64 attention is the reference."""
         return 0.0
 
     def open(self, max_lens: Sequence[int]) -> SideRun:

@@ -1,1 +1,1 @@
-"""Benchmarks of whole generations, offline: tokens per second and fraction of the roofline."""
+"""Offline benchmarks of end-to-end generation: tokens per second and fraction of the roofline."""

@@ -1,7 +1,7 @@
-"""Profile of a few decode steps in the middle of a generation: GPU idle share and a trace.
+"""Profile of a few decode steps in the middle of a generation: fraction of time in which the GPU is idle, and a trace.
 
-The profiler slows the host but hardly slows the kernels. Step time is therefore measured without it, and GPU busy time in later
-steps with it.
+The profiler slows the host but hardly slows the kernels. Step time is therefore measured without the profiler, and GPU busy time
+with the profiler in later steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SETTLED = 3
 
 
 class Window:
-    """Decode steps of one workload at half of the output lengths, with as many sequences as the engine runs at once.
+    """Decode steps of one workload, starting with half of each output, with as many sequences as the engine runs at once.
 
     `close` must be called at the end, to drop the sequences.
     """
@@ -43,8 +43,8 @@ class Window:
         temperature: float,
         adapters: Sequence[LoRARequest | None] = (None,),
     ) -> None:
-        """Queue each sequence as it is halfway, and run until only decode steps are left. adapters: adapters of the sequences, in
-        turn."""
+        """Queue each sequence with half of its output, and run until only decode steps are left. adapters: adapters that the
+        sequences use in rotation."""
         self._engine = engine
         self._device = device
         self.num_steps = min(MAX_STEPS, min(requests.output_lens) // 8)
@@ -67,7 +67,8 @@ class Window:
         return self.num_steps > 0 and self._engine.has_unfinished
 
     def gpu_idle_share(self) -> float | None:
-        """Return 1 - busy / wall: the union of kernels and copies per profiled step, divided by the step time without profiler.
+        """Return 1 - busy / wall, where busy is the time per profiled step covered by kernels and copies, and wall is the step
+        time without the profiler.
 
         None on a CPU, or without steps to profile.
         """
@@ -110,7 +111,7 @@ class Window:
         self._engine.abort_all()
 
     def _run(self) -> int:
-        """Run up to `num_steps` steps. Return their number."""
+        """Run up to `num_steps` steps. Return the number of steps that ran."""
         for number in range(self.num_steps):
             if not self._engine.has_unfinished:
                 return number

@@ -18,17 +18,17 @@ from headway.tuning.table.schema import DeviceInfo
 
 
 class OfflineCell(BaseModel):
-    """Results of one workload, all from the timed pass with the median rate (the slower of two)."""
+    """Results of one workload, all from the timed pass with the median rate (for two passes, the slower pass)."""
 
     model_config = ConfigDict(extra="forbid")
 
     label: str
     num_adapters: int = 0
-    """Number of random adapters that the requests used in turn. 0 means none, as in files from before 2026-11-26."""
+    """Number of random adapters that the requests used in rotation. 0 means none, as in files from before 2026-11-26."""
     batch_size: int
     """Number of requests, all sent at once."""
     input_len: int | None
-    """Length of each prompt. None if they differ; the same applies to output_len."""
+    """Length of each prompt. None if the prompts differ in length; the same applies to output_len."""
     output_len: int | None
     temperature: float
     prompt_tokens: int
@@ -36,7 +36,7 @@ class OfflineCell(BaseModel):
     seconds: float
     """Seconds from the first request to the last token."""
     tokens_per_second: float
-    """Output tokens per second: their number divided by `seconds`."""
+    """Number of output tokens divided by `seconds`."""
     fastest: float
     """Tokens per second of the fastest timed pass. `slowest` is the rate of the slowest pass."""
     slowest: float
@@ -45,7 +45,8 @@ class OfflineCell(BaseModel):
     time_per_output_token_ms: float | None
     """Mean over the requests of the time per token after the first. None if no request has two tokens."""
     roofline_share: float | None
-    """Ratio floor_seconds / seconds. None, like the next two, for transformers implementations, whose GEMMs are not counted."""
+    """Ratio floor_seconds / seconds. This and the next two fields are None for transformers implementations, whose GEMMs are not
+    counted."""
     floor_seconds: float | None
     """Minimum seconds according to headway.bench.generate.roofline, including prefill_floor_seconds."""
     prefill_floor_seconds: float | None
@@ -56,19 +57,19 @@ class OfflineCell(BaseModel):
     steps_in_pieces: dict[str, int] = Field(default_factory=dict)
     """Reason -> number of steps with piecewise CUDA graphs; empty in files from before 2026-11-22."""
     steps_without_graph: dict[str, int] = Field(default_factory=dict)
-    """Steps without a CUDA graph although graphs were enabled, by reason; empty in files from before 2026-11-22."""
+    """Reason -> number of steps without a CUDA graph while graphs were enabled; empty in files from before 2026-11-22."""
     compilations: dict[str, int] = Field(default_factory=dict)
     """Kernel's name -> number of compilations during the pass; empty in files from before 2026-11-22."""
     num_preemptions: int
     host_ms_per_step: float
     """Host time per step in milliseconds, without waiting for the device."""
     host_ms_by_part: dict[str, float] = Field(default_factory=dict)
-    """Milliseconds per step of each part of the host time, and of the client ("outputs"), which is additional; empty in files
-    from before 2026-11-23."""
+    """Part of the host time -> milliseconds per step. The client's part ("outputs") is additional to the host time. Empty in
+    files from before 2026-11-23."""
     wait_ms_per_step: float
-    """Host time per step in milliseconds during which it waits for the device."""
+    """Time per step, in milliseconds, during which the host waits for the device."""
     gpu_idle_share: float | None
-    """1 - (kernel and copy time per step) / (step time), by headway.bench.generate.profile. None on a CPU."""
+    """1 - (kernel and copy time per step) / (step time), as measured by headway.bench.generate.profile. None on a CPU."""
     steps_by_backend: dict[str, int]
 
 
@@ -137,7 +138,7 @@ class Share(BaseModel):
     mean: float
     """Geometric mean over all cells."""
     lowest: float | None
-    """Lowest mean of a geometry. None if not recorded."""
+    """Lowest of the geometric means over the cells of one model geometry. None if not recorded."""
 
 
 class KernelShares(BaseModel):
@@ -175,9 +176,9 @@ COLUMNS = (
     "GPU idle",
     "graphs",
 )
-"""Columns; one row per workload. "spread": half of fastest minus slowest. "of floor": the roofline's share, minimum time over
-time. Times: to first token, per later token, host time per step. "graphs": fraction of steps that replayed one graph; notes below
-the table explain the other steps."""
+"""Columns of the table, which has one row per workload. "spread": half of fastest minus slowest, divided by the median rate. "of
+floor": minimum time of the roofline divided by the measured time. The times are: to first token, per later token, and host time
+per step. "graphs": fraction of steps that replayed one graph; notes below the table explain the other steps."""
 _ROOMY = 90
 """Minimum console width, in characters, for wide columns."""
 
@@ -203,7 +204,7 @@ def print_offline(report: OfflineReport, console: Console) -> None:
 
 
 def _compared_with_base(cell: OfflineCell, base: OfflineCell) -> str:
-    """Return a cell's speed with adapters relative to the cell without, which precedes it."""
+    """Return a cell's speed with adapters relative to the preceding cell, which has no adapters."""
     share = cell.tokens_per_second / base.tokens_per_second
     return f"{cell.label}: {share:.3f} of the tokens/s without adapters"
 
@@ -254,7 +255,8 @@ def notes(report: OfflineReport) -> list[str]:
 
 
 def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
-    """Return command, device and table, with a column of output tokens per second for each peer and the best of a row in bold."""
+    """Return the command, the device and the table. Each peer has a column of output tokens per second; the best value of a row
+    is bold."""
     device = report.device
     names = [] if peers is None else [f"{peer.name} {peer.version}" for peer in peers.peers]
     lines = [

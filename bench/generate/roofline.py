@@ -67,7 +67,8 @@ class Roofline:
     def __init__(
         self, config: DecoderConfig, specs: Sequence[AttentionSpec], ranks: int = 1, held: ElementBytes | None = None
     ) -> None:
-        """config: the whole model's. specs: one rank's. ranks: number of devices that read and compute a shard each, in parallel.
+        """config: configuration of the whole model. specs: specs of one rank. ranks: number of devices, each of which reads and
+        computes a shard in parallel.
         held: bytes per element of each kind of weight. None means the model's element size."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
@@ -131,7 +132,7 @@ class Roofline:
 
 
 def _average(counted: Iterable[tuple[int, int]], usual: float) -> float:
-    """Return bytes per element. counted: bytes and elements. usual: result without elements."""
+    """Return the mean bytes per element. counted: pairs (bytes, elements). usual: result if there are no elements."""
     counted = list(counted)
     elements = sum(each for _, each in counted)
     return sum(each for each, _ in counted) / elements if elements else usual

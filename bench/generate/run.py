@@ -34,11 +34,12 @@ class OfflineOptions:
     warmup: int = 1
     """Number of untimed passes before the timed ones."""
     adapters: int = 0
-    """Number of adapters that requests use in turn, in passes in addition to those without adapters. 0 means none."""
+    """Number of adapters that requests use in rotation, in additional passes after the passes without adapters. 0 means no
+    additional passes."""
     trace: Path | None = None
     """File for a trace of steps in the middle of the last workload."""
     ranks: int = 1
-    """Number of the engine's ranks, which read and compute a shard each."""
+    """Number of the engine's ranks, each of which reads and computes a shard."""
 
 
 @dataclass(frozen=True)

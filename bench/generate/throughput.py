@@ -1,4 +1,4 @@
-"""Whole generations timed end to end: Headway, and transformers' padded `generate` on the same prompts in the same run."""
+"""End-to-end generation times of Headway and of transformers' padded `generate`, on the same prompts in the same run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Generated = list[list[int]]
 
 @dataclass(frozen=True)
 class TextWorkload:
-    """Texts to generate: greedy, exactly `output_len` tokens per prompt."""
+    """Texts to continue greedily, with exactly `output_len` tokens per prompt."""
 
     num_prompts: int = 16
     output_len: int = 64
@@ -46,7 +46,7 @@ class EngineResult(BaseModel):
     fastest: float
     slowest: float
     time_to_first_token_ms: float
-    """Mean over the prompts, all sent at once."""
+    """Mean time to first token over the prompts, which are all sent at once."""
     time_per_output_token_ms: float
     """Mean over the prompts of the time per token after the first."""
     same_tokens: float | None = None
@@ -161,8 +161,8 @@ def _headway_pass(llm: LLM, ids: Sequence[list[int]], output_len: int) -> _Pass:
 
 
 class TransformersPeer:
-    """transformers' `generate` on one left-padded batch, its common use. Greedy, with end-of-text banned until the output
-    length."""
+    """transformers' `generate` on one left-padded batch, which is its common use. Decoding is greedy, with end-of-text banned
+    until the output length is reached."""
 
     def __init__(self, llm: LLM) -> None:
         from transformers import AutoModelForCausalLM
@@ -203,10 +203,10 @@ class TransformersPeer:
 
 
 def same_tokens(ours: Generated, theirs: Generated, eos: frozenset[int]) -> float:
-    """Return the fraction of equal tokens, counting each text up to its first end-of-text token in `ours`, and equal up to the
-    first difference.
+    """Return the fraction of equal tokens. Each text counts up to its first end-of-text token in `ours`, and its tokens are equal
+    up to the first difference.
 
-    After that token the two differ by construction: only one may generate the end-of-text token.
+    After the end-of-text token, the two outputs differ by construction: only one engine may generate this token.
     """
     compared = equal = 0
     for a, b in zip(ours, theirs, strict=True):

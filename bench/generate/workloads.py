@@ -28,7 +28,7 @@ class Requests:
         return sum(self.output_lens)
 
     def halfway(self) -> list[list[int]]:
-        """Return each sequence with half of its output: the prompt, followed by its own tokens again as output."""
+        """Return each sequence with half of its output: the prompt, followed by the prompt's tokens again as output."""
         return [
             prompt + [prompt[at % len(prompt)] for at in range(output_len // 2)]
             for prompt, output_len in zip(self.prompts, self.output_lens, strict=True)
@@ -48,7 +48,7 @@ class RequestSet(Protocol):
 
     @property
     def lengths(self) -> tuple[int, int] | None:
-        """(input_len, output_len) if all requests have the same, else None."""
+        """(input_len, output_len) if all requests have the same lengths, else None."""
 
     @property
     def temperature(self) -> float:
@@ -121,9 +121,9 @@ class Nano:
 def random_workloads(batch_size: str, input_len: str, output_len: str | None, temperature: float) -> list[RequestSet]:
     """Return every batch size with every pair of lengths; each text is a number or a list such as "1,16,64".
 
-    Input and output lengths are paired in order; a single one is paired with all of the other. None means outputs as long as
-    inputs.
-    :raises ConfigError: if a text is invalid or the lists have different lengths.
+    Input and output lengths are paired in order; a single length is paired with all lengths of the other list. output_len: None
+    means outputs as long as inputs.
+    :raises ConfigError: if a text is invalid or the lists have different numbers of lengths.
     """
     batches, inputs = parse_sizes("--batch-size", batch_size), parse_sizes("--input-len", input_len)
     outputs = parse_sizes("--output-len", output_len) if output_len else inputs
@@ -139,7 +139,7 @@ _MOST: Final = 1 << 20
 
 
 def parse_sizes(option: str, text: str) -> list[int]:
-    """Return integers from a text such as "1,16,64". :raises ConfigError: if the text has a different form."""
+    """Return integers from a text such as "1,16,64". :raises ConfigError: if the text has a different format."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 and 0 < int(part) <= _MOST for part in parts):
         raise ConfigError(option, f"whole numbers from 1 to {_MOST:,}, such as 16 or 1,16,64", repr(text))
@@ -171,7 +171,7 @@ PROMPTS = [
 
 
 def take_prompts(count: int) -> list[str]:
-    """Return `count` different prompts: the ones above, then numbered variations of them."""
+    """Return `count` different prompts: first the built-in prompts, then numbered variations of them."""
     rounds = -(-count // len(PROMPTS))
     texts = [prompt if turn == 0 else f"{turn}. {prompt}" for turn in range(rounds) for prompt in PROMPTS]
     return texts[:count]

@@ -54,7 +54,8 @@ def entrants(
 ) -> tuple[list[ContenderRecord], EntriesOf]:
     """Return all contenders, with reasons for unavailable ones, and a function that makes the rows of one workload.
 
-    A backend requested by name gets a row with the reason even if it cannot run; other backends are then only listed.
+    A backend requested by name gets a row even if it cannot run; the row then has the reason. Other unavailable backends are only
+    listed.
     :raises UnknownBackendError: if a backend is not registered.
     :raises ConfigError: if backends are named but the phase does not call any.
     """
@@ -160,12 +161,12 @@ class KernelPeer(ABC):
     package: str
     """Top-level package of the library."""
     block_size: int = 0
-    """Block size of the paged cache that the kernel reads in decode; 0 if it does not support decode."""
+    """Block size of the paged cache that the kernel reads in decode; 0 if the kernel does not support decode."""
     phases: frozenset[PhaseName] = frozenset({"decode", "prefill"})
     uniform_query_len: int = 1
     """Maximum number of query tokens per sequence in decode, equal for all sequences."""
     extends: bool = False
-    """True if its prefill supports a context in a cache with `block_size`."""
+    """True if the kernel's prefill supports a context in a cache with `block_size`."""
 
     @property
     def version(self) -> str:
@@ -176,7 +177,7 @@ class KernelPeer(ABC):
             return ""
 
     def available(self, device: torch.device) -> Support:
-        """Return whether the peer's functions can be imported. On a CPU none is available, since none has a CPU kernel."""
+        """Return whether the peer's functions can be imported. No peer is available on a CPU, since none has a CPU kernel."""
         support = YES
         if find_spec(self.package) is None:
             support &= Support.no("package", self.distribution, "not installed", f"pip install {self.distribution}")
@@ -224,6 +225,7 @@ class KernelPeer(ABC):
 
 
 def peer_contender(peer: KernelPeer, case: Case, error: Callable[[Tensor], float]) -> Contender:
-    """Return a library's kernel as a contender. It allocates its own output; its plan (flashinfer) is made before timing."""
+    """Return a library's kernel as a contender. The kernel allocates its own output; a plan (flashinfer) is made before
+    timing."""
     shape = case.q.shape
     return Contender(peer.prepare(case), lambda out: error(out.reshape(shape)), TOLERANCE[case.spec.dtype], kernel=peer.name)

@@ -87,14 +87,14 @@ PLAIN_FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 
 
 def tolerance(rounds: bool) -> float:
-    """Return the maximum relative error (norm): `rounds` is True if the kernel rounds x from bfloat16 to FP8."""
+    """Return the maximum relative error (norm). rounds: True if the kernel rounds x from bfloat16 to FP8."""
     return _ROUNDED if rounds else _EXACT
 
 
 Step = Callable[[Tensor, Linear], Tensor]
 EXPANDED, PACKED, MM = "expanded", "packed", "torch.mm"
-"""Names of kernels: the weight dequantized at load time; torch's GEMM with a weight packed for a CPU; and torch.mm with it
-unpacked."""
+"""Names of kernels. EXPANDED: the weight is dequantized at load time. PACKED: torch's GEMM with a weight packed for a CPU. MM:
+torch.mm with a weight that is not packed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,15 +40,15 @@ from headway.tuning.table.schema import DeviceInfo
 PLAIN = "plain"
 _FORM_OF = {"int4": "int4", "fp8": "fp8 rows", "fp8-blocks": "fp8 blocks", "mxfp4": "mxfp4", PLAIN: PLAIN}
 FORM_NAMES = tuple(_FORM_OF)
-"""int4 in groups of 128, fp8 with one scale per row, fp8 in blocks of 128 x 128, mxfp4, and plain weights in the element type of
-x."""
+"""Names of weight formats: int4 in groups of 128, fp8 with one scale per row, fp8 in blocks of 128 x 128, mxfp4, and plain
+weights in the element type of x."""
 _MULTIPLES = {"int4": 128, "mxfp4": 32}
 """Format -> number of which in_features must be a multiple."""
 
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """Options of a run of `--linear`."""
+    """Options of `headway bench kernel --linear`."""
 
     shapes: Sequence[tuple[int, int]]
     """(out_features, in_features) of each layer."""
@@ -93,11 +93,12 @@ class ProductTime(BaseModel):
     status: Status
     reason: str = ""
     median_us: float | None = None
-    """Microseconds per GEMM. Weights are read in turn and together exceed the device's cache."""
+    """Microseconds per GEMM. Weights are read in rotation and together exceed the device's cache."""
     p20_us: float | None = None
     p80_us: float | None = None
     floor_us: float
-    """Larger of two lower bounds, in microseconds: bytes at the memory's rate, operations at the rate for x's element type."""
+    """Larger of two lower bounds, in microseconds: the bytes at the memory's rate, and the operations at the rate for x's element
+    type."""
     bound: Literal["bytes", "operations"]
     """The larger of the two lower bounds."""
     relative_error: float | None = None
@@ -106,14 +107,14 @@ class ProductTime(BaseModel):
 
 
 class ProductsBench(ResultFile):
-    """Result of one run of `--linear`."""
+    """Result of one run of `headway bench kernel --linear`."""
 
     schema_: Literal["headway.kernel_products/1"] = Field(default="headway.kernel_products/1", alias="schema")
     command: str
     origin: Origin
     busy: str = ""
     date: str
-    """UTC, ISO 8601: the start of the run."""
+    """Start of the run: UTC, ISO 8601."""
     warmup_ms: float
     rep_ms: float
     seed: int
@@ -127,7 +128,7 @@ class ProductsBench(ResultFile):
 
     @property
     def rates(self) -> tuple[float, float]:
-        """GB/s and TFLOP/s of the lower bounds: the device's peak, or measured rates if it is unknown."""
+        """GB/s and TFLOP/s of the lower bounds: the device's peak rates, or the measured rate if a peak is unknown."""
         return self.peak.gbps or self.device.copy_gbps, self.peak.tflops or self.device.matrix_tflops
 
 
@@ -167,7 +168,7 @@ def run_products_bench(options: ProductOptions, console: Console | None = None) 
 def _run_work(
     shape: tuple[int, int], form: str, dtype: torch.dtype, options: ProductOptions, report: ProductsBench
 ) -> Iterator[list[ProductTime]]:
-    """Yield the cells of each number of rows; its kernels all use the same x."""
+    """Yield the cells of each number of rows. All kernels for one number of rows use the same x."""
     held = next(name for name, each in PLAIN_FORMS.items() if each == dtype) if form == PLAIN else _FORM_OF[form]
     try:
         layers = ProductLayers.drawn(shape, held, options.device, dtype)
@@ -216,8 +217,8 @@ def _cell(
 
 
 def _contender(layers: ProductLayers, timed: TimedProduct, x: Tensor) -> Contender:
-    """Return all layers run one after another, so that weights come from memory. On a GPU they are a CUDA graph, as in an
-    engine."""
+    """Return all layers, run one after another so that weights come from memory, as one contender. On a GPU, the layers are in a
+    CUDA graph, as in an engine."""
     answers: list[Tensor] = []
 
     def all_layers() -> None:
@@ -238,7 +239,8 @@ def _contender(layers: ProductLayers, timed: TimedProduct, x: Tensor) -> Contend
 
 
 def _floor(layers: ProductLayers, x: Tensor, rates: tuple[float, float]) -> tuple[float, Literal["bytes", "operations"]]:
-    """Return the minimum microseconds of a GEMM and its bound: stored weight and x read, y written; or 2 rows N K operations."""
+    """Return the minimum microseconds of a GEMM and its bound. The bytes are the stored weight, x and y; the operations are 2 *
+    rows * out_features * in_features."""
     rows, (out_features, in_features) = len(x), layers.shape
     moved = layers.num_bytes + rows * (out_features + in_features) * x.element_size()
     by_bytes, by_operations = moved / rates[0] * 1e-3, 2 * rows * out_features * in_features / rates[1] * 1e-6

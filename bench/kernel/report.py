@@ -19,7 +19,8 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceInfo, points
 
 
 def compare(cells: Sequence[KernelCell], than: str, most: float) -> SpeedComparison:
-    """Compare every backend's times with `than`, for the same layout and block size or else with its fastest.
+    """Compare every backend's times with the times of `than`, for the same layout and block size if measured, or else with its
+    fastest time.
 
     Unsupported cells are not compared; a wrong result or an error counts as failed.
     """
@@ -77,8 +78,8 @@ def step_bytes(spec: StateSpec, batch: int, query_len: int) -> int:
 
 
 def print_state_report(table: CrossoverTable, spec: StateSpec, peak: DevicePeak, copy_gbps: float, console: Console) -> None:
-    """Print the layer, tables of steps and scans, and reasons for missing times. peak: the device's. If its bandwidth is unknown,
-    rates are given as fractions of the measured copy rate."""
+    """Print the layer, tables of steps and scans, and reasons for missing times. peak: peak rates of the device. If the peak
+    bandwidth is unknown, rates are given as fractions of the measured copy rate."""
     most = peak.gbps or copy_gbps
     of = f"{most:,.0f} GB/s, " + (f"the peak ({peak.source})" if peak.gbps else "the measured rate of a large copy")
     console.print(Text(f"{table.device.name}, {table.spec}"), soft_wrap=True)

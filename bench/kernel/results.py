@@ -95,17 +95,17 @@ class KernelCell(BaseModel):
     plan_us: float | None = None
     """Host microseconds of `plan`, once per step and spec. None for peers and writers."""
     host_us: float | None = None
-    """Host microseconds until a step's call returns, including `plan`. None on a CPU, where it is the whole time."""
+    """Host microseconds until a step's call returns, including `plan`. None on a CPU, on which host time is the whole time."""
     gbps: float | None = None
     """Rate in GB/s. Decode: bytes of K and V, read once. Write: bytes read plus written."""
     tflops: float | None = None
-    """Rate of prefill in TFLOP/s, with 4 * head_dim * num_heads * keys seen operations, summed over the queries."""
+    """Rate of prefill in TFLOP/s, counting 4 * head_dim * num_heads operations for each key that a query sees."""
     fraction: float | None = None
     """Rate divided by the device's measured copy rate (decode, write) or matrix rate (prefill)."""
     peak_fraction: float | None = None
-    """Rate divided by the device's peak. None if that is unknown, and in files from before 2026-11-24."""
+    """Rate divided by the device's peak. None if the peak is unknown, and in files from before 2026-11-24."""
     relative_error: float | None = None
-    """||out - reference|| / ||reference||, the larger of before and after timing. None without a finite result."""
+    """||out - reference|| / ||reference||, the larger of the errors before and after timing. None without a finite result."""
     tolerance: float | None = None
 
     @model_validator(mode="after")
@@ -180,7 +180,7 @@ class SpeedComparison(BaseModel):
     most: float
     """Maximum allowed ratio of times."""
     compared: int
-    """Number of cells in which both backends, or only the backend to compare with, were measured."""
+    """Number of compared cells, including cells in which only the backend to compare with has a time."""
     slower: list[SlowerCell]
 
     @property
@@ -203,7 +203,7 @@ class KernelReport(ResultFile):
     busy: str = ""
     """CPU load of other processes at the start or end of the run; empty if negligible."""
     date: str
-    """UTC, ISO 8601: the start of the run."""
+    """Start of the run: UTC, ISO 8601."""
     warmup_ms: float
     rep_ms: float
     seed: int

@@ -67,16 +67,16 @@ class KernelOptions:
     kv_dtype: torch.dtype | None = None
     """Element type of the KV cache. None means `dtype`."""
     layouts: Sequence[str] | None = None
-    """Cache layouts. None means each backend's preferred one, or all for writers."""
+    """Cache layouts. None means each backend's preferred layout, or all layouts for cache writers."""
     block_sizes: Sequence[int] | None = None
     """Block sizes. None means 16 and 256, as far as a backend supports them."""
     device: torch.device = field(default_factory=default_device)
     timer: Timer = field(default_factory=Timer)
     seed: int = 0
     peak_gbps: float | None = None
-    """Peak memory bandwidth in GB/s. None means the data sheet's, if known."""
+    """Peak memory bandwidth in GB/s. None means the data sheet's value, if known."""
     peak_tflops: float | None = None
-    """Peak compute in TFLOP/s for the element type of the run. None means the data sheet's, if known."""
+    """Peak compute in TFLOP/s for the element type of the run. None means the data sheet's value, if known."""
     output: Path | None = None
     """Result file, rewritten after each case, so that an interrupted run keeps its results."""
     command: str = ""

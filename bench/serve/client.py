@@ -1,4 +1,5 @@
-"""HTTP client with little overhead per token, so that times are the server's: one connection per request, with httptools."""
+"""HTTP client with little overhead per token, so that the measured times are the server's: one connection per request, with
+httptools."""
 
 from __future__ import annotations
 

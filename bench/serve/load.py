@@ -29,7 +29,8 @@ class Length:
 
 def parse_mix(text: str) -> list[Length]:
     """Return request kinds from a text such as "512/128" or "128/64:3,4096/256:1": input and output tokens, and a weight.
-    :raises ConfigError: if the text has another form."""
+    :raises ConfigError: if the text has a different format.
+    """
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)/(\d+)(?::(\d+(?:\.\d+)?))?\s*", part)
@@ -40,8 +41,9 @@ def parse_mix(text: str) -> list[Length]:
 
 
 def limits_of(text: str | None) -> dict[str, float]:
-    """Return limit name -> milliseconds from a text such as "ttft:200,tpot:20"; empty if there is none.
-    :raises ConfigError: if the text has another form."""
+    """Return limit name -> milliseconds from a text such as "ttft:200,tpot:20"; empty if there is no text.
+    :raises ConfigError: if the text has a different format.
+    """
     limits: dict[str, float] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, value = part.strip().partition(":")
@@ -68,7 +70,7 @@ class Load:
     turns: int = 1
     """Number of user messages per conversation; each prompt contains the earlier messages and answers."""
     vocab_size: int = 10000
-    """Upper bound of the prompts' token ids."""
+    """Exclusive upper bound of the prompts' token ids."""
     seed: int = 0
 
 
@@ -82,7 +84,7 @@ class ClientConversation:
 
 
 def conversations(load: Load) -> list[ClientConversation]:
-    """Return the load's conversations, which only depend on its fields."""
+    """Return the load's conversations, which depend only on the fields of `load`."""
     draw = Random(load.seed)
 
     def ids(count: int) -> list[int]:
@@ -104,9 +106,9 @@ def words(ids: Sequence[int]) -> str:
 def arrivals(count: int, rate: float, burstiness: float, seed: int = 0) -> list[float]:
     """Return arrival times in seconds from the start, on average `rate` per second.
 
-    The gaps follow a gamma distribution with shape `burstiness`, as in vLLM's benchmark: 1 is a Poisson process, less is
-    burstier, more is steadier. rate: infinity sends all at once. The gaps are scaled so that the last arrival matches the
-    rate exactly.
+    The gaps follow a gamma distribution with shape `burstiness`, as in vLLM's benchmark. 1 is a Poisson process; smaller values
+    are burstier and larger values steadier. rate: infinity sends all requests at once. The gaps are scaled so that the last
+    arrival matches the rate exactly.
     """
     if math.isinf(rate):
         return [0.0] * count

@@ -21,7 +21,7 @@ from headway.hosting.profiling import ProfileRequest, StepsProfile
 
 
 async def begin(client: RequestSender, capture: ProfileRequest) -> None:
-    """Start the server's profile. :raises ConfigError: if the server does not."""
+    """Start the server's profile. :raises ConfigError: if the server does not start it."""
     answer = await client.ask("/start_profile", capture.model_dump())
     if answer.error:
         hint = "start it with headway serve --profile-dir FOLDER"
@@ -30,7 +30,8 @@ async def begin(client: RequestSender, capture: ProfileRequest) -> None:
 
 async def end(client: RequestSender) -> StepsProfile | None:
     """Stop the server's profile and return it; None if the server returns no profile data.
-    :raises ConfigError: if the server does not stop it."""
+    :raises ConfigError: if the server does not stop the profile.
+    """
     answer = await client.ask("/stop_profile", {})
     if answer.error:
         raise ConfigError("--profile", "a server that answers /stop_profile", answer.error)
@@ -122,7 +123,7 @@ class ServeCell(BaseModel):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    """Number of prompt tokens that were prefix cache hits on the server; 0 if the server does not report it."""
+    """Number of prompt tokens that were prefix cache hits on the server; 0 if the server does not report this number."""
     time_to_first_token_ms: Spread | None
     time_per_output_token_ms: Spread | None
     """Each request's mean time per token after the first."""
@@ -130,13 +131,13 @@ class ServeCell(BaseModel):
     """Time from each event with text to the next such event."""
     end_to_end_ms: Spread | None
     lateness_ms: Spread | None
-    """Time by which requests were sent later than planned: the client's own delay."""
+    """Client's own delay: time from the planned to the actual sending of each request."""
     goodput: float | None
     """Requests per second that met every limit. None without limits."""
     good_share: float | None
     """Fraction of all requests that met every limit."""
     profile: StepsProfile | None = None
-    """Breakdown of the server's step time, with --profile."""
+    """Breakdown of the server's step time. None without --profile."""
 
     @property
     def label(self) -> str:
@@ -201,7 +202,7 @@ def print_report(report: ServeReport, console: Console) -> None:
 
 
 def _rest(report: ServeReport) -> str:
-    """Return the rest of the load's description."""
+    """Return a description of the load's token counts and shared prefix."""
     prefix = report.load["shared prefix"]
     return f"tokens {report.load['tokens in/out']}" + ("" if prefix == "none" else f", shared prefix {prefix}")
 

@@ -25,7 +25,8 @@ class ServePlan:
     rate: float = float("inf")
     burstiness: float = 1.0
     max_concurrency: int | None = None
-    """Maximum number of concurrent conversations. Waiting ones count as lateness of the client, not as server time."""
+    """Maximum number of concurrent conversations. The time that further conversations wait counts as lateness of the client, not
+    as server time."""
 
 
 @dataclass(frozen=True)

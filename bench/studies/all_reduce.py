@@ -1,6 +1,7 @@
 """All-reduce on the GPUs of one host, in CUDA graphs: Headway's kernel, NCCL, torch's symmetric memory, and vLLM's kernel.
 
-If there are no saved times for these GPUs, Headway's are measured and saved first, so that later engines use them.
+If there are no saved times for these GPUs, the times of Headway's kernels are measured and saved first, so that later engines use
+them.
 
 python -m headway.bench.studies.all_reduce
 """
@@ -54,7 +55,7 @@ class TorchOneShot:
         symmetric.rendezvous(self._buffer, self._group)
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether a tensor is at most as large as the timed ones."""
+        """Return whether a tensor is at most as large as the largest timed tensor."""
         return x.nbytes <= int(SIZES[-1])
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:

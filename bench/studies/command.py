@@ -1,4 +1,4 @@
-"""Studies as commands, `python -m headway.bench.studies.NAME`: an error of Headway is one line and exit code 2."""
+"""Studies as commands, `python -m headway.bench.studies.NAME`. An error of Headway prints one line and exits with code 2."""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ ENGINES: dict[str, tuple[str, Callable[[dict[str, Any]], Engine]]] = {
 
 
 def main() -> None:
-    """Answer the request with events: "ready"; per workload "begin", "pass" before each generation, and "done"; or "fatal"."""
+    """Answer the request with events: "ready", then for each workload "begin", "pass" before each generation, and "done". An
+    error ends the events with "fatal"."""
     request, emit = receive_request()
     try:
         engine = ENGINES[request["engine"]][1](request)

@@ -1,6 +1,6 @@
 """Other engines on the workloads of `headway bench throughput`: `python -m headway.bench.studies.engines ENGINE`.
 
-Each engine runs in its own process: engine_child.py with this Python, or llama_child.py with one that has llama-cpp-python.
+Each engine runs in its own process: engine_child.py with this Python, or llama_child.py with a Python that has llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PeerOptions:
     load_format: str = "dummy"
     dtype: str = "bfloat16"
     repeat: int = 3
-    """Number of timed passes per workload; the one with the median rate counts."""
+    """Number of timed passes per workload; the pass with the median rate counts."""
     warmup: int = 1
     command: str = ""
     tensor_parallel_size: int = 1

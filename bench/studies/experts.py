@@ -102,7 +102,8 @@ def _text(cell: ExpertsCell | None) -> str:
 
 
 def ratios(cells: list[ExpertsCell]) -> list[str]:
-    """Return, for each peer, its time divided by that of Headway's best kernel: geometric mean over token counts, and minimum."""
+    """Return a line for each peer: the peer's time divided by the time of Headway's best kernel, as geometric mean over token
+    counts and as minimum."""
     lines = []
     ours: dict[int, float] = {}
     for cell in cells:

@@ -51,7 +51,8 @@ class ExpertsCell(BaseModel):
     touched: int
     """Number of experts that at least one token uses, including shared ones."""
     median_us: float | None = None
-    """Microseconds of the GEMMs and the weighted sum over experts, in a CUDA graph with a flushed L2 cache; routing is given."""
+    """Microseconds of the GEMMs and the weighted sum over experts, in a CUDA graph with a flushed L2 cache. The time excludes
+    routing."""
     layer_us: float | None = None
     """Time of the layer in microseconds, including norm, router and routing. None for peers."""
     relative_error: float | None = None
@@ -59,9 +60,9 @@ class ExpertsCell(BaseModel):
     reason: str = ""
     """Reason for a missing time; else empty."""
     bytes_share: float | None = None
-    """Bytes of the touched experts' weights at the measured read rate, divided by `median_us`."""
+    """Time to read the weights of the touched experts at the measured read rate, divided by `median_us`."""
     operations_share: float | None = None
-    """Floating-point operations at the measured matrix rate, divided by `median_us`."""
+    """Time for the floating-point operations at the measured matrix rate, divided by `median_us`."""
 
 
 class ExpertsReport(ResultFile):
@@ -71,7 +72,7 @@ class ExpertsReport(ResultFile):
     command: str
     origin: Origin
     date: str
-    """UTC, ISO 8601."""
+    """Date and time of the run: UTC, ISO 8601."""
     dtype: str
     form: str = "plain"
     """Format of the experts' weights."""
@@ -98,10 +99,10 @@ class ExpertsPeer:
     version: str
     make: MakeLayer
     plain_gate: bool = False
-    """True if the call used here supports neither biases nor a clamped gate (gpt-oss)."""
+    """True if the library's call that this study uses supports neither biases nor a clamped gate (gpt-oss)."""
 
     def refusal(self, config: ExpertsConfig) -> str:
-        """Return why a layer is not timed, or "" if it is."""
+        """Return why a layer is not timed, or "" if the layer is timed."""
         clamped = config.biases or config.swiglu_limit is not None
         return "its plain call takes neither biases nor a clamped gate" if self.plain_gate and clamped else ""
 
@@ -134,7 +135,7 @@ def grouped_mm() -> ExpertsPeer:
 
 
 def _plain(weights: RoutedWeights) -> tuple[Tensor, Tensor]:
-    """Return the experts' weights; peers only get unquantized ones."""
+    """Return the experts' weights. Peers get only unquantized weights."""
     assert isinstance(weights.gate_up, Tensor)
     assert isinstance(weights.down, Tensor)
     return weights.gate_up, weights.down
@@ -155,7 +156,7 @@ def vllm() -> ExpertsPeer:
 
 
 def flashinfer() -> ExpertsPeer:
-    """Return FlashInfer's CUTLASS experts, which are compiled at the first call (minutes)."""
+    """Return FlashInfer's CUTLASS experts. They are compiled at the first call, which takes minutes."""
     library: Any = import_module("flashinfer.fused_moe")
 
     def make(config: ExpertsConfig, weights: RoutedWeights) -> Layer:
@@ -220,8 +221,9 @@ SHAPES = {
 
 
 def parse_shape(text: str) -> ExpertsShape:
-    """Return the shape of a name in SHAPES or of num_experts/top_k/intermediate_size/hidden_size.
-    :raises ConfigError: if the text is neither."""
+    """Return the shape for a name in SHAPES, or for a text num_experts/top_k/intermediate_size/hidden_size.
+    :raises ConfigError: if the text is neither.
+    """
     parts = text.split("/")
     if text in SHAPES:
         return SHAPES[text]
@@ -245,7 +247,8 @@ EXPERT_FORMS: Mapping[str, Callable[[Tensor], QuantizedWeight] | None] = {
     "int4": partial(int4, group_size=128),
     "int8": int8,
 }
-"""Function that quantizes the rows of all experts [experts * out, in]. fp8-blocks: 128 x 128; int4: groups of 128, symmetric."""
+"""Format name -> function that quantizes the rows of all experts, [experts * out, in]; None for plain weights. fp8-blocks: blocks
+of 128 x 128. int4: symmetric groups of 128."""
 
 
 def parse_form(text: str) -> Callable[[Tensor], QuantizedWeight] | None:
@@ -310,8 +313,9 @@ class RandomLayer:
         device: torch.device,
         quantize: Callable[[Tensor], QuantizedWeight] | None = None,
     ) -> None:
-        """quantize: quantizes the experts' weights; None leaves them plain.
-        :raises ConfigError: if the kernels do not support the quantized weights."""
+        """quantize: function that quantizes the experts' weights; None leaves them plain.
+        :raises ConfigError: if the kernels do not support the quantized weights.
+        """
         config, hidden, inner = shape.config, shape.hidden_size, shape.config.intermediate_size
         self._shape = shape
         self._generator = torch.Generator(device).manual_seed(0)
@@ -385,7 +389,8 @@ class RandomLayer:
                 yield timed(peer.name, partial(peer.make(config, self._weights), given), given, None)
 
     def _calls(self, kernel: ExpertsKernel, x: Tensor, routed: Routed) -> tuple[Products, Routed, Callable[[], object]]:
-        """Return a kernel's GEMMs and the whole layer as calls. Both accumulate, so the first sum is the result."""
+        """Return a kernel's GEMMs as a call, the routing, and the whole layer as a call. Both calls accumulate, so the sum after
+        the first call is the result."""
         sums, stream, bound = torch.zeros_like(x), x.clone(), self._bound
 
         def products() -> Tensor:

@@ -1,7 +1,7 @@
 """`python -m headway.bench.studies.kernel_peers`: `headway bench kernel` compared with other libraries in the same run.
 
-A peer imports its library only when used, and checks availability by importing the function that it calls: a package without
-its compiled part still counts as installed, and another package may own part of its folder (flash_attn.cute). Decode reads an
+A peer imports its library only when used, and checks availability by importing the function that it calls. A package without its
+compiled part still counts as installed, and a different package may own part of its folder (flash_attn.cute). Decode reads an
 `nhd` cache with the peer's own block size; prefill is dense, over the step's own k and v.
 """
 
@@ -42,12 +42,12 @@ class FlashAttn3(KernelPeer):
 
     @property
     def version(self) -> str:
-        """Package that provides the library, which has no version."""
+        """Package that provides the library, since the library has no version."""
         library = find_library()[0]
         return library.home if library is not None else ""
 
     def available(self, device: torch.device) -> Support:
-        """Return whether a working library is found; on a CPU there is none."""
+        """Return whether a working library is found. No library works on a CPU."""
         if device.type != "cuda":
             return Support.no("device", "cuda", device.type)
         return find_library()[1]
@@ -184,15 +184,15 @@ class FlashInfer(KernelPeer):
         self.phases = frozenset({"decode"} if kernel == "cuda_cores" else {"decode", "prefill"})
 
     def probe(self) -> None:
-        """Import the two wrappers. fa3 needs Hopper."""
+        """Import the two wrappers. :raises RuntimeError: if the kernel is fa3 and the GPU is not a Hopper GPU."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper  # noqa: F401
 
         if self.kernel == "fa3" and torch.cuda.get_device_capability()[0] != 9:
             raise RuntimeError("flashinfer's fa3 kernels run on compute capability 9.x only")
 
     def decode(self, case: Case) -> Call:
-        """Return the call, with tensor cores for the query heads of a KV head, or (cuda_cores) flashinfer's kernel without
-        them."""
+        """Return the call. The kernel cuda_cores uses no tensor cores; the other kernels use tensor cores for the query heads of
+        a KV head."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         spec, step, q = case.spec, case.metadata, case.q
@@ -225,7 +225,8 @@ class FlashInfer(KernelPeer):
 
 
 class XFormers(KernelPeer):
-    """xformers' memory_efficient_attention_forward with a given operator; grouped heads use its 5-dimensional form."""
+    """xformers' memory_efficient_attention_forward with a given operator. Grouped heads use the operator's 5-dimensional
+    format."""
 
     distribution, package = "xformers", "xformers"
 
@@ -290,8 +291,8 @@ def all_peers() -> list[KernelPeer]:
 
 
 def page_lists(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """Return flashinfer's form of a block table, int32 on the CPU: indptr [num_seqs + 1], blocks in order, slots used in the
-    last."""
+    """Return a block table in flashinfer's format, int32 on the CPU: indptr [num_seqs + 1], blocks in order, and the number of
+    slots used in each sequence's last block."""
     lens = metadata.seq_lens_cpu
     counts = (lens + metadata.block_size - 1) // metadata.block_size
     indptr = torch.zeros(len(lens) + 1, dtype=torch.int32)
@@ -314,8 +315,9 @@ def _first(answer: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
-    """Return the peers of a phase by name; None means all, installed or not.
-    :raises ConfigError: if no peer of the phase has a name."""
+    """Return the peers of a phase by name; None means all peers, installed or not.
+    :raises ConfigError: if the phase has no peer with one of the names.
+    """
     known = {peer.name: peer for peer in all_peers() if phase in peer.phases}
     unknown = [name for name in names or () if name not in known]
     if unknown:

@@ -27,7 +27,7 @@ SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_he
 """(out_features, in_features) of SmolLM2-135M."""
 ROWS = (1, 4, 16, 64, 256)
 _COPIES = 12
-"""Number of weights used in turn, so that each is read from memory as in a model."""
+"""Number of weights used in rotation, so that each weight is read from memory as in a model."""
 
 
 def main() -> None:

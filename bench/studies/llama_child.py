@@ -1,6 +1,6 @@
-"""llama.cpp in its own process, with llama-cpp-python's functions: equal batches of prompts, greedy tokens.
+"""llama.cpp in its own process, called through llama-cpp-python: batches of prompts of equal length, with greedy tokens.
 
-engines.py starts it with a Python that has llama-cpp-python, so it does not import Headway. It reads the request of
+engines.py starts it with a Python that has llama-cpp-python, so it does not import Headway. It reads the same request as
 engine_child.py and answers with the same events, as JSON lines.
 """
 
@@ -38,7 +38,8 @@ def generate(context: Any, batch: Any, vocab: int, prompts: list[list[int]], new
 
 
 def main() -> None:
-    """Answer the request with events: "ready"; per workload "begin", "pass" before each generation, and "done"; or "fatal"."""
+    """Answer the request with events: "ready", then for each workload "begin", "pass" before each generation, and "done". An
+    error ends the events with "fatal"."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # keep llama.cpp's output out of the answers
     request = json.loads(sys.stdin.readline())

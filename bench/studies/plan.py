@@ -1,6 +1,6 @@
 """`python -m headway.bench.studies.plan check|fit|measure`: accuracy of `headway plan`.
 
-check predicts all whole generations in bench/results/h200 and the latencies of two arrival rates. fit chooses the parameters
+check predicts all end-to-end generations in bench/results/h200 and the latencies at two arrival rates. fit chooses the parameters
 of `headway.plan.devices` from half of these times. measure times generations on this machine's GPU and compares them with
 predictions.
 """
@@ -120,7 +120,8 @@ def measure(
     report: Callable[[str], None],
 ) -> list[MeasuredPoint]:
     """Measure every workload of every model: the median of three passes after a warm-up pass.
-    :raises ConfigError: if there is no H200, for which the tables and utilizations are."""
+    :raises ConfigError: if there is no H200, since the tables and utilizations are for an H200.
+    """
     if not torch.cuda.is_available() or torch.cuda.get_device_name() != GPU_KINDS["h200"].title:
         got = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         raise ConfigError("headway.bench.studies.plan measure", f"an {GPU_KINDS['h200'].title}", got)
@@ -139,8 +140,8 @@ def measure(
 
 
 def measure_points(llm: LLM, model: str, cache: str, batch: int, input_len: int, output_len: int) -> list[MeasuredPoint]:
-    """Return time per token and to the first token of `batch` concurrent requests: medians of three passes after a warm-up
-    pass."""
+    """Return the time per token and the time to first token of `batch` concurrent requests: medians of three passes after a
+    warm-up pass."""
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     passes = []
     for number in range(_PASSES + 1):
@@ -163,14 +164,14 @@ def _prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[i
 
 
 def _first_token_ms(outputs: Sequence[RequestOutput]) -> float:
-    """Return the mean over the requests, all of which arrived together."""
+    """Return the mean time to first token over the requests, all of which arrived together."""
     times = [each.metrics for each in outputs if each.metrics is not None]
     begun = min(each.arrival_time for each in times)
     return 1e3 * statistics.mean((each.first_token_time or 0.0) - begun for each in times)
 
 
 def _per_token_ms(outputs: Sequence[RequestOutput]) -> float:
-    """Return the mean over the requests of the time per token after the first."""
+    """Return the mean time per token after the first token, over the requests."""
     times = [each.metrics for each in outputs if each.metrics is not None]
     counts = [len(each.outputs[0].token_ids) for each in outputs]
     spans = [(each.finished_time or 0.0) - (each.first_token_time or 0.0) for each in times]

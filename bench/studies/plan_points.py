@@ -1,4 +1,4 @@
-"""Whole generations in bench/results as points, predictions of `headway plan` for them, and the errors."""
+"""End-to-end generations in bench/results as points, predictions of `headway plan` for these points, and the errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from headway.tuning.table.files import read_table
 RESULTS: Final = Path(__file__).resolve().parents[1] / "results" / "h200"
 Metric = Literal["seconds", "first_token_ms", "per_token_ms"]
 WEIGHT_FORMS: Final = {"bf16": "model", "fp8": "fp8", "fp8-blocks": "fp8", "w4a16": "int4", "mxfp4": "mxfp4"}
-"""Form of headway.bench.studies.weight_shapes -> weight format of `headway plan`."""
+"""Format name in headway.bench.studies.weight_shapes -> weight format of `headway plan`."""
 
 DEEPSEEK_V2_LITE: Final = Path(__file__).parent / "deepseek-v2-lite.json"
 """Configuration of deepseek-ai/DeepSeek-V2-Lite with 12 of its 27 layers, as measured."""
@@ -99,8 +99,8 @@ def _read(name: str) -> Any:
 
 
 def _throughput() -> Iterator[MeasuredPoint]:
-    """Yield mean times per token of `headway bench throughput`. Its first-token times of 2026-11-21 are excluded, since that
-    engine ran prompts without graphs; the one of 8,190 tokens was measured later."""
+    """Yield mean times per token and first-token times of `headway bench throughput`. First-token times of 2026-11-21 are
+    excluded, since that engine ran prompts without graphs; the first-token time of 8,190 tokens was measured later."""
     for path in sorted(RESULTS.glob("throughput-*.json")):
         read = json.loads(path.read_text(encoding="utf-8"))
         cache = "fp8_e4m3" if "fp8_e4m3" in read["command"] else "auto"
@@ -115,7 +115,7 @@ def _throughput() -> Iterator[MeasuredPoint]:
 
 
 def _engine_level() -> Iterator[MeasuredPoint]:
-    """Yield whole generations with `auto`."""
+    """Yield the points of engine-level runs with `auto`."""
     read = _read("crossover-engine.json")
     for cell in read["cells"]:
         if cell["backend"] == "auto":
@@ -124,7 +124,7 @@ def _engine_level() -> Iterator[MeasuredPoint]:
 
 
 def _experts() -> Iterator[MeasuredPoint]:
-    """Yield models with experts, the best pass of each batch size."""
+    """Yield the points of models with experts, using the best pass of each batch size."""
     shapes: Mapping[str, Any] = _read("experts-vllm.json")["shapes"]
     for model, shape in shapes.items():
         for batch, cell in shape["batches"].items():
@@ -133,7 +133,7 @@ def _experts() -> Iterator[MeasuredPoint]:
 
 
 def _wide() -> Iterator[MeasuredPoint]:
-    """Yield more than 256 sequences, and single first tokens."""
+    """Yield points with more than 256 sequences, and first-token times of single requests."""
     read = _read("engine-wide.json")
     for batch in (320, 512):
         seconds = batch * 256 / read["median"][f"{batch} x 256/256"]
@@ -150,18 +150,18 @@ def _generations() -> Iterator[MeasuredPoint]:
 
 _LONGEST = 16384
 _PAGES = 400_000
-"""Number of pages of 16 tokens, more than any point needed."""
+"""Number of pages of 16 tokens, more than any point needs."""
 SHARES = ("product_read", "product_matrix", "element_read", "decode_read", "prefill_matrix", "state_read")
 """Fields of `Utilisation` between 0 and 1."""
 ATTENTION = ("decode_read", "decode_us", "prefill_matrix", "prefill_us")
-"""Fields fitted to crossover tables: a kernel's time from the data sheet."""
+"""Fields fitted to crossover tables. They determine a kernel's time predicted from the data sheet."""
 FITTED = tuple(
     each.name
     for each in fields(Utilisation)
     if each.name not in ATTENTION
     and not each.name.startswith(("state", "scan", "narrow", "host_us", "host_sequence", "host_mixed"))
 )
-"""Fields fitted to whole generations."""
+"""Fields fitted to end-to-end generations."""
 
 
 @cache
@@ -203,7 +203,7 @@ class Trace:
 
     works: Sequence[StepWork]
     first: Sequence[int]
-    """Step indices of each request's first token; `last`: of its last token."""
+    """Index of the step that generates each request's first token. `last` has the index for the last token."""
     last: Sequence[int]
 
 
@@ -326,7 +326,7 @@ def kernel_cells() -> list[tuple[MeasuredLayer, Shape]]:
 
 
 def kernel_errors(cells: Sequence[tuple[MeasuredLayer, Shape]], reached: Utilisation) -> Errors:
-    """Return the errors of attention times from the data sheet, compared with tables."""
+    """Return the errors of attention times predicted from the data sheet, compared with the tables."""
     times = AttentionTimes(GPU_KINDS["h200"], reached)
     found = []
     for table, shape in cells:
@@ -360,8 +360,8 @@ def fit(
 def fit_all(
     points: Sequence[MeasuredPoint], start: Utilisation, report: Callable[[str], None] = lambda line: None
 ) -> Utilisation:
-    """Return all utilizations: attention's fitted to half of the kernel times, the others to these points. Both fits run twice,
-    because the second changes the start time of a single kernel, which the first uses."""
+    """Return all utilizations. The attention fields are fitted to half of the kernel times, and the other fields to these points.
+    Both fits run twice, because the second fit changes the start time of a single kernel, which the first fit uses."""
     cells = kernel_cells()[::2]
     for _ in range(2):
         start = fit(lambda tried: kernel_errors(cells, tried).mean, ATTENTION, start, report=report)

@@ -38,7 +38,7 @@ class PlannedWork(NamedTuple):
     weights: str
     batches: Sequence[int]
     alone: bool
-    """True if one GPU has enough memory for it."""
+    """True if one GPU has enough memory for the model."""
 
 
 WORKS: Final = (

@@ -40,7 +40,7 @@ class PlannedRun(BaseModel):
     tokens_per_second: float
     """Output tokens divided by the time from the first request to the last token."""
     first_token_ms: float
-    """Mean over the requests; also for per_token_ms."""
+    """Mean over the requests in milliseconds; the same applies to per_token_ms."""
     per_token_ms: float
 
 
@@ -81,7 +81,7 @@ class RanksRow(BaseModel):
     off: float | None = None
     """Relative error of the prediction in percent."""
     planned_one: float | None = None
-    """Predicted tokens per second on one GPU; `off_one` is its error."""
+    """Predicted tokens per second on one GPU; `off_one` is the relative error of this prediction in percent."""
     off_one: float | None = None
 
 
@@ -172,7 +172,7 @@ def _row(each: _Measured, one: _Measured | None, vllm: float | None, planned: Ra
 
 
 def _planned(each: _Measured, planned: RanksPrediction | None) -> float | None:
-    """Return the prediction for a run, if it is for the same GPU and older than the run."""
+    """Return the prediction for a run if the prediction is for the same GPU and older than the run, else None."""
     if planned is None or planned.gpu != each.report.device.name or planned.date >= each.report.date:
         return None
     cell = each.cell
@@ -190,7 +190,7 @@ def _vllm(folder: Path, each: _Measured) -> float | None:
 
 
 def _sums(path: Path) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Return sizes of at least SMALLEST_SUM and each method's times; empty without a file."""
+    """Return the sizes of at least SMALLEST_SUM bytes and each method's times; both are empty if the file does not exist."""
     if not path.exists():
         return [], {}
     found = read_table(path, "all_reduce")
@@ -199,7 +199,7 @@ def _sums(path: Path) -> tuple[list[int], dict[str, list[float | None]]]:
 
 
 def columns_of(report: RanksReport) -> dict[str, list[str]]:
-    """Return the table of whole generations: heading -> text of each row."""
+    """Return the table of end-to-end generation: heading -> text of each row."""
     rows = report.rows
     columns: Mapping[str, Sequence[str]] = {
         "work": [row.work for row in rows],
@@ -228,7 +228,7 @@ def median_text(report: RanksReport) -> str:
 
 
 def print_report(report: RanksReport, console: Terminal) -> None:
-    """Print the tables of whole generations and of all-reduce times."""
+    """Print the tables of end-to-end generation and of all-reduce times."""
     columns = columns_of(report)
     table = Table(title=f"{report.device}, output tokens per second", box=box.SIMPLE_HEAD)
     for name in columns:
@@ -247,7 +247,7 @@ def print_report(report: RanksReport, console: Terminal) -> None:
 
 
 def markdown(report: RanksReport) -> str:
-    """Return the tables of whole generations and of all-reduce times as Markdown."""
+    """Return the tables of end-to-end generation and of all-reduce times as Markdown."""
     columns = columns_of(report)
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in zip(*columns.values(), strict=True)]

@@ -1,6 +1,6 @@
-"""`python -m headway.bench.studies.ship_priors FILES`: convert measured tables to the form that ships with Headway.
+"""`python -m headway.bench.studies.ship_priors FILES`: convert measured tables to the format that ships with Headway.
 
-The files contain only what a lookup needs, with four digits and one cell per line. They must then be committed.
+The files contain only the fields that a lookup needs, with four digits and one cell per line. The files must then be committed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _UNSHIPPED = {"variant", "relative_error", "tolerance", "prior"}
 
 
 def ship(path: Path, folder: Path) -> Path:
-    """Write a measured table in the form that ships. Return its path. path: a complete kernel-level table of any kind.
-    :raises ConfigError: if the file is not such a table, is incomplete, or was made by modified or unknown sources."""
+    """Write a measured table in the format that ships. Return the path of the new file. path: a complete kernel-level table of
+    any kind.
+    :raises ConfigError: if the file is not such a table, is incomplete, or was made by modified or unknown sources.
+    """
     table = read_table(path, kind=None)
     if table.level != "kernel" or not table.complete:
         raise ConfigError("ship", "a whole table of level kernel", f"{path}: level {table.level}, complete: {table.complete}")
@@ -63,7 +65,7 @@ def ship_priors(
     files: Annotated[list[Path], typer.Argument(help="Complete kernel-level tables.")],
     folder: Annotated[Path, typer.Option("--to", help="Folder of the package for the tables.")] = Path("tuning/priors"),
 ) -> None:
-    """Write measured tables in the form that ships with Headway."""
+    """Write measured tables in the format that ships with Headway."""
     for path in files:
         shipped = ship(path, folder)
         print(f"{shipped}: {shipped.stat().st_size / 1024:.0f} KiB")

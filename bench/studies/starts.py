@@ -1,6 +1,6 @@
-"""Time `headway generate --chat` with empty caches, and again: `python -m headway.bench.studies.starts`.
+"""Time `headway generate --chat` with empty caches, and then with the caches filled: `python -m headway.bench.studies.starts`.
 
-Prints, for the first and later starts, seconds from command to answer, and tokens per second of the answer.
+Prints, for the first and later starts, the seconds from command to answer and the answer's tokens per second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(
     later: Annotated[int, typer.Option(help="Number of starts after the first.")] = 3,
     option: Annotated[list[str] | None, typer.Option(help="Option of `headway generate`. Repeatable.")] = None,
 ) -> None:
-    """Time a first start and later ones, each in its own process. The machine should be otherwise idle."""
+    """Time a first start and later starts, each in its own process. The machine should be otherwise idle."""
     out = Terminal(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1 + later):

@@ -1,9 +1,9 @@
-"""GPU time of a decode step: kernels of a trace by name, and GPU idle time before each.
+"""GPU time of a decode step: kernels of a trace by name, and the GPU's idle time before each kernel.
 
 headway bench throughput --model llama-3-8b --load-format dummy --batch-size 16 --input-len 512 --profile step.json
 python -m headway.bench.studies.step_trace step.json
 
-With --lora N the trace is of steps with adapters.
+With --lora N, the trace is of steps with adapters.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_trace(path: Path) -> TracedSteps:
 
 
 def _shares(work: Sequence[tuple[float, float, str]]) -> list[KernelShare]:
-    """Return the times by kernel. work: start, end and name of each launch, by start."""
+    """Return the times of each kernel. work: (start, end, name) of each launch, ordered by start."""
     shares: dict[str, KernelShare] = {}
     reached = work[0][0]
     for start, end, name in work:
@@ -97,7 +97,7 @@ def step_trace(
     trace: Annotated[Path, typer.Argument(help="Trace from `headway bench throughput --profile`.")],
     most: Annotated[int, typer.Option(min=1, help="Number of kernels with their own row.")] = 20,
 ) -> None:
-    """Show the kernels of a decode step by time, and the GPU's idle time before each."""
+    """Show the kernels of a decode step by time, and the GPU's idle time before each kernel."""
     found = read_trace(trace)
     table = Table(box=box.SIMPLE_HEAD, title=f"microseconds per step, mean of {found.num_steps}")
     table.add_column("kernel")

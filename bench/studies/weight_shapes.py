@@ -65,7 +65,8 @@ STD: Final = 0.02
 _GROUP: Final = 32
 """Number of MXFP4 values per scale."""
 _EXPONENT: Final = 127 - 7
-"""Scale of random values: uniformly drawn e2m1 values have a standard deviation of 2.9, and 2**-7 of that is 0.023."""
+"""Scale of random values, as a biased exponent. Uniformly drawn e2m1 values have a standard deviation of 2.9, which 2**-7 scales
+to 0.023."""
 
 
 def weight_shapes(
@@ -130,7 +131,7 @@ def _parameters(folder: Path) -> Iterator[tuple[str, torch.Size]]:
 def _drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Mapping[str, torch.Tensor]:
     """Return random values of a parameter under the checkpoint's names, on the CPU.
 
-    A norm is 1. The experts' [experts, in, out] become NAME_blocks [experts, out, in / 32, 16], two values per byte, and
+    Norm weights are 1. The experts' [experts, in, out] become NAME_blocks [experts, out, in / 32, 16], two values per byte, and
     NAME_scales [experts, out, in / 32].
     """
     import torch

@@ -1,4 +1,4 @@
-"""`headway backends`: every registered backend by readiness, with its owner and capabilities."""
+"""`headway backends`: all registered backends, grouped by readiness, with owners and capabilities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def _described(kernels: KernelRegistry[Any, Any], name: str, own: Callable[[Any], Row]) -> Row:
-    """Describe a backend. own: function that returns the entries that only its kind of backend has."""
+    """Describe a backend. own: function that returns the entries that only this kind of backend has."""
     from headway.core.contract.metadata import Phase
 
     entry, available = kernels.entries[name], kernels.availability(name)
@@ -88,9 +88,9 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """List the backends; those that are ready on this machine come first.
+    """List the backends; backends that are ready on this machine come first.
 
-    The first table lists attention backends, the second backends for layers with a state.
+    The first table lists attention backends, and the second lists backends for layers with a state.
     """
     if context.invoked_subcommand is not None:
         return
@@ -136,7 +136,8 @@ def _print_table(
     rows: Iterable[Row],
     availability: Callable[[str], Support],
 ) -> Mapping[str, list[Row]]:
-    """Print a row for each backend, by readiness. Return the non-empty groups. columns: column -> its text for a row."""
+    """Print a row for each backend, grouped by readiness. Return the non-empty groups. columns: column -> function that returns
+    the column's text for a row."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     wide = out.width >= _WIDE
     table.add_column("name", style="bold", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`headway doctor`: the machine, the backends that are ready, and the commands that would install the others."""
+"""`headway doctor`: the machine, the backends that are ready, and the commands that would install the other backends."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict
 
 
 def _finding(support: Support, origin: str, advice: Advice | None) -> dict[str, Any]:
-    """Return the availability of something, its origin, and the reasons if it is unavailable. advice: None if there is none."""
+    """Return the availability and origin of a backend or library, and the reasons if it is unavailable. advice: advice to
+    include, or None."""
     from headway.machine.doctor import Advice
 
     return {
@@ -171,7 +172,7 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
 
 
 def command_lines(command: str, width: int) -> list[str]:
-    """Return the lines of a command to copy, continued with backslashes if it is longer than a line."""
+    """Return the lines of a command to copy. A command longer than a line is continued with backslashes."""
     parts = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
     return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
 

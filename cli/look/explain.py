@@ -1,4 +1,4 @@
-"""`headway backends explain`: the backend that a step would use, and the reasons against the others."""
+"""`headway backends explain`: the backend that a step would use, and the reasons against the other backends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """Kernels for one kind of operation, and reasons against the others."""
+    """Kernels for one kind of operation, and the reasons against the other kernels."""
 
     title: str
     answer: str = ""
@@ -64,11 +64,12 @@ class Section:
     rows: Sequence[Row] = ()
     remarks: Sequence[str] = ()
     notes: Sequence[str] = ()
-    """Remarks on where the choice and its times come from."""
+    """Remarks on the sources of the choice and of its times."""
 
 
 def show(found: Section, console: Console, all_kernels: bool) -> None:
-    """Print a section: summary, table of kernels, remarks and sources. all_kernels: include kernels that cannot run here."""
+    """Print a section: summary, table of kernels, remarks and sources. all_kernels: True to include kernels that cannot run on
+    the device."""
     console.print(Text(found.title, "bold").append(found.answer, "bold green"))
     for line in found.summary:
         console.print(Text(line))
@@ -244,11 +245,11 @@ def kernel_section(found: Mapping[str, Any]) -> Section:
 def explain_states(
     specs: Sequence[StateSpec], registry: Registry, asked: str, workload: Workload
 ) -> tuple[dict[str, Any], Section]:
-    """Return the kernels for state layers, by the times that auto would use, as plain data and as a section to print.
+    """Return the kernels for state layers, ranked by the times that auto would use, as plain data and as a section to print.
 
     Nothing is measured. specs: spec of each layer. asked: value of the option --state-backend.
 
-    :raises HeadwayError: if the requested backend cannot be used, with all reasons.
+    :raises HeadwayError: if the requested backend cannot be used; the error has all reasons.
     """
     from headway.core.contract.operation import STATE
     from headway.core.select.kernels import VERBS, StateCandidates
@@ -357,7 +358,7 @@ def explain(
 ) -> None:
     """Show the backend that a step uses, the runner-up and the gap between them.
 
-    The table lists each backend's time, or the reason why it has none.
+    The table lists each backend's time, or the reason why the backend has no time.
     """
     if linear or experts or quantization is not None:
         from headway.tuning.isolated.trial import create_registry
@@ -530,7 +531,8 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
 
 
 def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
-    """Return the first file with the layer's times, not checked against this machine. Without files, return the stored table.
+    """Return the table of the first file that has the layer's times, without checking the table against this machine. Without
+    files, return the stored table.
 
     :raises ConfigError: if no file has the layer's times.
     """
@@ -581,7 +583,7 @@ def _table_phase(shape: Shape) -> str:
 
 
 def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_size: int) -> Cell | None:
-    """Return the measured row nearest to a step, by distance in octaves."""
+    """Return the measured row nearest to a step. The distance is the sum of the differences in octaves."""
     phase, places = _table_phase(shape), ((layout, block_size), (None, None))
     here = [cell for cell in table.cells if (cell.kernel, cell.phase) == (name, phase)]
     rows = [cell for cell in here if (cell.layout, cell.block_size) in places]

@@ -1,4 +1,4 @@
-"""`headway plugins` lists the installed plugins; `headway new-kernel` writes the package of a new one."""
+"""`headway plugins` lists the installed plugins; `headway new-kernel` writes the package of a new plugin."""
 
 from __future__ import annotations
 
@@ -87,8 +87,10 @@ def distribution_of(name: str) -> str:
 
 
 def write_package(name: str, folder: Path, registry: Registry, kind: OperationKind | None = None) -> list[Path]:
-    """Write the package of a kernel into a new folder and return the files, relative to it. kind: attention if None.
-    :raises ConfigError: if the name is invalid or taken, the folder exists or cannot be made, or copier is missing."""
+    """Write the package of a kernel into a new folder. Return the paths of the files, relative to the folder. kind: None means
+    attention.
+    :raises ConfigError: if the name is invalid or taken, the folder exists or cannot be made, or copier is missing.
+    """
     from headway.core.contract.backend import API_VERSION
     from headway.core.contract.operation import ATTENTION
     from headway.registry.validate import RESERVED
@@ -136,10 +138,10 @@ def plugins(
     retry: Annotated[bool, typer.Option("--retry", help="Try every plugin again, ignoring saved results.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """List installed plugins, with what each adds or why it is left out.
+    """List installed plugins, each with its additions or the reason why it is not used.
 
-    Each version of a plugin is tried once in a separate process. After a crash, a hang or an exit there it is left out until
-    --retry. headway -v plugins shows tracebacks and output. HEADWAY_PLUGINS and --plugins choose plugins.
+    Each version of a plugin is tried once in a separate process. A plugin that crashes, hangs or exits in this process is not
+    used until --retry. headway -v plugins shows tracebacks and output. HEADWAY_PLUGINS and --plugins select plugins.
     """
     from headway.core.system.terminal import Terminal
     from headway.tuning.isolated.trial import create_registry

@@ -85,7 +85,7 @@ def plot(
 
 @table.command()
 def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None) -> None:
-    """Check whether a table fits this machine: device, driver, libraries. Exit code 1 if not."""
+    """Check whether a table fits this machine: device, driver, libraries. The exit code is 1 if the table does not fit."""
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
@@ -257,7 +257,9 @@ def regret(
 
 
 def _check_judged(context: typer.Context, without: bool, trials: Path | None) -> None:
-    """:raises ConfigError: if both options that measure nothing are given, or either with an option that it does not read."""
+    """:raises ConfigError: if --leave-one-out and --trials are both given, or if one of them is given with an option that it does
+    not read.
+    """
     if without and trials is not None:
         raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
     if not without and trials is None:
@@ -301,7 +303,7 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
 
 
 def _found(file: Path | None) -> Path:
-    """Return the given file, or the newest table for this machine. :raises ConfigError: if there is none."""
+    """Return the given file, or the newest table for this machine. :raises ConfigError: if this machine has no table."""
     from headway.tuning.table.files import stored_tables, table_folder
 
     if file is not None:

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from headway.tuning.table.schema import CrossoverTable
 
 GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
-"""Device type -> geometry: on a CPU that of smollm2, the default model of `headway generate`, on a GPU that of an 8B model."""
+"""Device type -> geometry. On a CPU, it is the geometry of smollm2, the default model of `headway generate`; on a GPU, the
+geometry of an 8B model."""
 LAYERS = {"9/3/64": 30, "32/8/128": 32}
-"""Geometry -> number of layers of a model that has it."""
+"""Geometry -> number of layers of a model with this geometry."""
 _FILE_WIDTH = 160  # Columns of the table if the output is not a terminal
 
 
@@ -40,7 +41,7 @@ _OWN_OPTIONS = {
 
 
 class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
-    """Level at which to measure: attention kernels or whole generations."""
+    """Level at which to measure: attention kernels or end-to-end generation."""
 
     kernel = "kernel"
     engine = "engine"
@@ -95,7 +96,7 @@ def crossover(
         list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png. Repeatable.")
     ] = None,
 ) -> None:
-    """Measure the fastest backend at each point, each checked against float64 first, and save a table for auto."""
+    """Measure which backend is fastest at each point, after checking each backend against float64, and save a table for auto."""
     given = SimpleNamespace(**locals())
     from headway.bench.crossover.engine_level import run_engine_level
     from headway.bench.crossover.export import check_target
@@ -228,7 +229,8 @@ def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device)
 
 
 def parse_seconds(option: str, text: str | None) -> float | None:
-    """Return the seconds of 120, 120s or 2m; None stays None. :raises ConfigError: if the form differs."""
+    """Return the number of seconds in a text such as 120, 120s or 2m, or None if there is no text. :raises ConfigError: if the
+    format differs."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|)", text.strip())

@@ -98,7 +98,7 @@ def options_of(
 
 
 def _peak(option: str, rate: float | None) -> float | None:
-    """Return `rate` after checking it. :raises ConfigError: if it is not a finite positive number."""
+    """Return `rate` after checking it. :raises ConfigError: if the rate is not a finite positive number."""
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(option, "a rate above 0", rate)
     return rate
@@ -180,7 +180,8 @@ def measure_attention(
 def measure_states(
     options: KernelOptions, plugin: Sequence[str] | None, model: str | None, *, asked_to_compare: bool = False
 ) -> None:
-    """Time `scan` and `step` of a model's state layers. :raises ConfigError: if options are wrong or there are no such layers."""
+    """Time `scan` and `step` of a model's state layers. :raises ConfigError: if an option is invalid or the model has no state
+    layers."""
     import torch
 
     from headway.bench.kernel.report import print_state_report
@@ -222,8 +223,8 @@ def measure_states(
 
 
 def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
-    """Time the kernels of quantized linear layers. others: True if options were given that do not apply. :raises ConfigError:
-    if options are invalid."""
+    """Time the kernels of quantized linear layers. others: True if options that do not apply were given. :raises ConfigError: if
+    options are invalid."""
     from headway.bench.kernel.products import FORM_NAMES, ProductOptions, print_products, run_products_bench
 
     if not shapes:
@@ -255,7 +256,7 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
 
 
 def product_shape(text: str) -> tuple[int, int]:
-    """Return (out_features, in_features) of a text. :raises ConfigError: if the text is not OUTxIN."""
+    """Return (out_features, in_features) from a text. :raises ConfigError: if the text is not OUTxIN."""
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**20 for size in sizes):
         raise ConfigError("--linear", "out_features x in_features, such as 4096x14336", repr(text))

@@ -1,4 +1,5 @@
-"""`headway bench throughput`: real prompts compared with another engine, or random tokens at any batch size and length."""
+"""`headway bench throughput`: speed on real prompts, optionally compared with another engine, or on random tokens of any batch
+size and length."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from headway.bench.generate.workloads import RequestSet
 
 MIN_SAME_TOKENS = 0.9
-"""Minimum fraction of equal tokens for engines to have done the same work. Near-ties in float32 may flip tokens."""
+"""Minimum fraction of equal tokens at which two engines count as having done the same work. Near-ties in float32 may flip
+tokens."""
 TEXT_OUTPUT_LEN = 64
 
 
@@ -57,7 +59,7 @@ def throughput(
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
 ) -> None:
-    """Time whole generations: tokens per second, time to first token, time per output token.
+    """Time end-to-end generation: tokens per second, time to first token, time per output token.
 
     Without --workload or --batch-size the prompts are texts.
     """
@@ -81,7 +83,7 @@ def throughput(
 def _workloads(
     workload: str | None, batch_size: str | None, input_len: str | None, output_len: str | None, temperature: float | None
 ) -> list[RequestSet]:
-    """Return the random workloads that the options describe; none means texts."""
+    """Return the random workloads that the options describe. An empty list means texts."""
     from headway.bench.generate.workloads import Nano, parse_sizes, random_workloads
 
     if workload not in (None, "nano"):

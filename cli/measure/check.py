@@ -100,7 +100,8 @@ def check(
 
 
 def _with_kind(target: str, kind: str) -> str:
-    """Return a target with the prefix of a kind. kind: empty if it has one. :raises ConfigError: if no such kind exists."""
+    """Return a target with the prefix of a kind. kind: empty if the target already has a prefix. :raises ConfigError: if no such
+    kind exists."""
     from headway.core.contract.operation import kind_of
     from headway.testing.kit.subject import PREFIXES
 
@@ -111,7 +112,7 @@ def _with_kind(target: str, kind: str) -> str:
 
 def _each(wanted: Wanted, kind: str, file: Path | None) -> list[Wanted]:
     """Return one request per kernel: for the named kernel, or for each kernel in the plugins' files.
-    kind: the kind of kernels to include; "" means all. file: the file for a single report."""
+    kind: the kind of kernels to include; "" means all. file: result file, which can hold only one report."""
     from headway.core.contract.errors import ConfigError
     from headway.testing.kit.checking import brought_kernels
     from headway.testing.kit.subject import PREFIXES
@@ -146,7 +147,7 @@ def _checked(wanted: Wanted, json_file: Path | None, badge_file: Path | None) ->
 
 
 def _compare(first: Path, second: Path) -> None:
-    """Print what changed between two result files; exit with 1 if the second is worse."""
+    """Print the changes between two result files; exit with code 1 if the second file is worse."""
     from headway.testing.kit.report import ReportComparison, read_check
 
     found = ReportComparison(read_check(first), read_check(second))

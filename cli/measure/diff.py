@@ -1,4 +1,4 @@
-"""`headway diff A B`: compare two attention backends, or one and a float64 reference, on the same tokens."""
+"""`headway diff A B`: compare two attention backends, or a backend and a float64 reference, on the same tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def diff(
 
     With --quantization the weights are compared as well.
 
-    Exit code 0: within the declared tolerance; 1: beyond it; 2: the comparison failed.
+    The exit code is 0 if the difference is within the declared tolerance, 1 if it is beyond the tolerance, and 2 if the
+    comparison failed.
     """
     from headway.bench.diff.results import DiffReport, print_report, to_png
     from headway.bench.diff.run import check_prompts, compare, num_steps
@@ -154,7 +155,8 @@ def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
 
 
 def _token_ids(model: LoadedModel, texts: list[str] | None) -> list[list[int]]:
-    """Return the token ids of the texts, or of the first built-in prompts if there are none. Random ids without a tokenizer."""
+    """Return the token ids of the texts, or of the first built-in prompts if there are no texts. Without a tokenizer, return
+    random ids."""
     from random import Random
 
     from headway.bench.generate.workloads import take_prompts

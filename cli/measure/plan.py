@@ -1,4 +1,5 @@
-"""`headway plan`: deployments of a model on GPUs of one kind, ranked by predicted throughput, and the GPUs that a load needs."""
+"""`headway plan`: deployments of a model on GPUs of one kind, ranked by predicted throughput, and the number of GPUs that a load
+needs."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def _routing(name: str) -> Routing:
 
 
 def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
-    """Return the named crossover tables, or this machine's for the GPU kind. :raises ConfigError: if one is for another GPU."""
+    """Return the named crossover tables, or this machine's for the GPU kind. :raises ConfigError: if a table is for a different
+    GPU."""
     from headway.plan.attention_times import MeasuredLayer
     from headway.tuning.table.files import TableError, read_table, stored_tables
 
@@ -183,7 +185,7 @@ def _print_point(text: str, console: Terminal) -> None:
 
 
 def _name(row: PlanRow, size: str = "tensor-parallel size", of_cache: str = " cache") -> str:
-    """Return the name of a layout. size, of_cache: words for the size and the cache type, which a picture shortens."""
+    """Return the name of a layout. size, of_cache: words for the size and the cache type; a picture uses shorter words."""
     cache = "" if row.kv_cache_dtype == "auto" else f", {row.kv_cache_dtype}{of_cache}"
     weights = "" if row.weights == "model" else f", {row.weights} weights"
     return f"{size} {row.tensor_parallel_size}{cache}{weights}"

@@ -99,7 +99,7 @@ def batch(
 
 
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
-    """Load the model and its adapters. A generation model's engine gets its own process, as under `headway serve`."""
+    """Load the model and its adapters. The engine of a generation model runs in its own process, as under `headway serve`."""
     from headway.engine_args import find_pooling_model
 
     pooled = find_pooling_model(args)

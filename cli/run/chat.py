@@ -1,4 +1,4 @@
-"""`headway chat`: a conversation in the terminal, or through a pipe, one message per line."""
+"""`headway chat`: a conversation in the terminal, or through a pipe with one message per line."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class ChatSession:
     def __init__(
         self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool, adapter: LoRARequest | None = None
     ) -> None:
-        """err: console for all but answers. stats: True to show live statistics. adapter: LoRA adapter for the answers."""
+        """err: console for all output except answers. stats: True to show live statistics. adapter: LoRA adapter for the
+        answers."""
         self._llm = llm
         self._params = params
         self._err = err
@@ -83,7 +84,7 @@ class ChatSession:
         self._begun = llm.stats()
 
     def take(self, message: str) -> bool:
-        """Answer a message or run a command. Return False to leave."""
+        """Answer a message or run a command. Return False if the command ends the conversation."""
         command = message.strip()
         if command in ("/exit", "/quit"):
             return False
@@ -119,7 +120,7 @@ class ChatSession:
             self._err.print(answer_line(output, self._llm.stats().totals - begun, "/stats"), style="dim")
 
     def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, RequestOutput]:
-        """Write an answer as it grows. Return its text and its request's output. :raises HeadwayError: if it fails."""
+        """Write an answer as it grows. Return its text and its request's output. :raises HeadwayError: if the request fails."""
         from headway.cli.engine_view import LiveStats
 
         text, last = "", None
@@ -152,7 +153,7 @@ class ChatSession:
 
 
 def _messages() -> Iterator[str]:
-    """Yield messages: typed ones, read with a prompt and line history, or each line of a pipe."""
+    """Yield messages. Typed messages are read with a prompt and line history; in a pipe, each line is a message."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
@@ -177,7 +178,8 @@ def _messages() -> Iterator[str]:
 
 @contextmanager
 def _noted_interrupts(llm: LLM) -> Iterator[list[int]]:
-    """Yield a list that records Ctrl-C, which ends the request after the running step; an exception would interrupt it."""
+    """Yield a list that records each Ctrl-C. Ctrl-C ends the request after the running step, whereas an exception would interrupt
+    the step."""
     interrupts: list[int] = []
 
     def note(number: int, _: object) -> None:

@@ -103,7 +103,8 @@ def generate(
 def _write(
     stream: Iterable[tuple[str, RequestOutput]], params: SamplingParams, shown: bool, after_step: Callable[[], None]
 ) -> RequestOutput:
-    """Generate, printing one text as it grows and several at the end. :raises BackendError: if a backend failed in a step."""
+    """Generate and print completions: a single one as it grows, several at the end. :raises BackendError: if a backend failed in
+    a step."""
     begun, last, streamed = False, None, shown and params.n == 1
     for text, output in stream:
         last = output

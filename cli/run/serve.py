@@ -76,7 +76,7 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API and a web UI.
 
-    Generation models have chat and text completions, pooling models embeddings and scores. /metrics is for Prometheus.
+    Generation models offer chat and text completions; pooling models offer embeddings and scores. /metrics is for Prometheus.
     """
     model = _model(context, model, model_option)
     if server["api_key"] is None:
@@ -104,7 +104,8 @@ def serve(
 
 
 def _check_at_once(options: ServerOptions) -> None:
-    """Check the tracing libraries and the files folder before loading the model. :raises ConfigError: if one cannot be used."""
+    """Check the tracing libraries and the files folder before loading the model. :raises ConfigError: if the libraries or the
+    folder cannot be used."""
     if options.otlp_traces_endpoint is not None:
         from headway.server.operators.tracing import find_exporter
 
@@ -189,7 +190,8 @@ def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
 
 
 def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
-    """Load the model in the engine's process or in this one. Return it with a text that names its backends and chat format."""
+    """Load the model in the engine's process or in this one. Return the engine and a text that names its backends and chat
+    format."""
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
     from headway.hosting.host import EngineHost, EngineThread, add_adapter

@@ -1,4 +1,4 @@
-"""Built-in parsers, by vLLM's names."""
+"""Built-in chat parsers, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 
 
 def harmony(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Parse an assistant's messages. The prompt has ended with the start of the first."""
+    """Parse an assistant's messages in the Harmony format. The start of the first message is the end of the prompt and not part
+    of the text."""
     while True:
         found = yield from source.starts(_HEADS)
         if not found:  # a text without any head
@@ -69,7 +70,7 @@ def _body(source: TextSource, write: object) -> Generator[None, None, bool]:
 
 
 def pythonic(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Parse a list of Python calls, once it is complete. Any other answer is content."""
+    """Parse an answer that is a list of Python calls, once the list is complete. Any other answer becomes content."""
     source.record()
     yield from source.space()
     yield from source.starts(("<|python_start|>", "<|python_tag|>"))
@@ -89,7 +90,7 @@ def pythonic(source: TextSource, writer: PieceWriter) -> Waiting:
 
 
 def _calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the arguments of each call. Empty if the text is not a list of calls."""
+    """Return the name and the arguments of each call in a list of Python calls. Empty if the text is not such a list."""
     try:
         tree = ast.parse(text, mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else []
@@ -99,7 +100,10 @@ def _calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call. :raises ValueError: if it is not a call with constant keyword arguments."""
+    """Return the name and the arguments of a call.
+
+    :raises ValueError: if the node is not a call with constant keyword arguments.
+    """
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("no call with named arguments")
     values = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
@@ -108,7 +112,7 @@ def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
 
 
 class ThinkReader:
-    """Parser of the reasoning that passes on the content after it."""
+    """Parser that separates the reasoning from the content after it."""
 
     def __init__(self, tags: ReasoningSyntax, prompt: str) -> None:
         self._tags = tags
@@ -128,7 +132,7 @@ class ThinkReader:
         yield from source.everything(writer.content)
 
     def _reasoning(self, source: TextSource, writer: PieceWriter) -> Waiting:
-        """Read up to the closing mark. White space around it is dropped."""
+        """Read the reasoning and its closing mark. White space before and after the reasoning and after the mark is dropped."""
         held = ""
 
         def write(text: str) -> None:
@@ -147,24 +151,24 @@ class ThinkReader:
 
 @dataclass(frozen=True)
 class TagSyntax:
-    """Tags with which a model family writes calls."""
+    """Tags that a model family uses to write tool calls."""
 
     opens: str
     """Mark that begins a call."""
     name: tuple[str, str]
-    """Marks before and after a function's name. If the first is empty, the name follows at once."""
+    """Marks before and after a function's name. If the first mark is empty, the name directly follows the mark `opens`."""
     key: tuple[str, str]
     """Marks before and after a parameter's name."""
     value: tuple[str, str]
-    """Mark before a parameter's value (empty for none), and mark after it."""
+    """Marks before and after a parameter's value. The first is empty if no mark precedes the value."""
     closes: tuple[str, ...]
     """Marks that may end a call."""
     around: tuple[str, ...] = ()
-    """Marks around all calls."""
+    """Marks before and after the whole sequence of calls. The parser ignores them."""
 
 
 class TaggedCalls:
-    """Parser of calls in one family's tags."""
+    """Parser of tool calls written in the tags of one model family."""
 
     def __init__(self, syntax: TagSyntax, context: ChatContext) -> None:
         self._syntax = syntax
@@ -186,7 +190,7 @@ class TaggedCalls:
             yield from self._parameters(source, writer, known if isinstance(known, Mapping) else {}, mark)
 
     def _name(self, source: TextSource) -> Generator[None, None, tuple[str, str]]:
-        """Return the function's name, empty if there is none, and the mark after it."""
+        """Read a function's name and the mark after it, and return both. The name is empty if the text has no valid name."""
         before, after = self._syntax.name
         if before:
             yield from source.space()
@@ -320,7 +324,7 @@ def _thinks(
 
 
 HERMES: Final = CallSyntax('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>", between="\n")
-"""Call syntax of most families."""
+"""Hermes call syntax, which most model families use."""
 _MISTRAL_NEW: Final = CallSyntax("[TOOL_CALLS]NAME[ARGS]", "", trigger="[TOOL_CALLS]", needs="[ARGS]")
 _MISTRAL_OLD: Final = CallSyntax(
     '{"name": "NAME", "arguments": ', "}", trigger="[TOOL_CALLS]", before="[TOOL_CALLS][", between=", ", after="]"
@@ -471,4 +475,4 @@ ALIASES: Final = {
     "llama3": "llama3_json",
     "qwen25": "hermes",
 }
-"""Aliases of tool call parsers."""
+"""Aliases of tool call parsers: alias -> name of the parser."""

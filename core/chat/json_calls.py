@@ -1,4 +1,4 @@
-"""Calls with JSON arguments: inside an object that also names the function, or after a head that does."""
+"""Parsers of tool calls with JSON arguments. The function's name is in the same JSON object or in a head before the arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class JsonCalls:
 
 
 def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mark: str, any_calls: bool) -> Waiting:
-    """Read what may follow calls. Text since `source.record` that is not part of a call becomes content."""
+    """Read the closing mark that may follow calls. Text since `source.record` that is not part of a call becomes content."""
     junk = source.recorded()
     if not any_calls:
         writer.content(mark + junk)
@@ -62,7 +62,8 @@ def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mar
 
 
 def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
-    """Read one call, a list of calls, or calls between semicolons. Call `source.record` first; other text stays kept."""
+    """Read one call, a list of calls, or calls separated by semicolons. Call `source.record` first: text that is not part of a
+    call stays recorded."""
     listed = (yield from source.peek()) == "["
     if listed:
         source.skip()
@@ -114,7 +115,8 @@ def json_call(source: TextSource, writer: PieceWriter) -> Generator[None, None, 
 
 
 def _arguments(source: TextSource, writer: PieceWriter | None) -> Generator[None, None, str]:
-    """Read arguments: an object, or a string that contains one. Returns them if writer is None (the name is unknown yet)."""
+    """Read a call's arguments: a JSON object, or a string that contains one. If writer is None because the function's name is not
+    known yet, return the arguments instead of writing them."""
     parts: list[str] = []
     if writer is not None and (yield from source.peek()) in ("{", "["):
         yield from source.json_text(writer.arguments)
@@ -136,13 +138,14 @@ class HeadedCalls:
     opens: tuple[str, ...]
     """Marks that begin a call."""
     head: re.Pattern[str]
-    """Text between such a mark and the arguments, with a group `name` and optionally `id`."""
+    """Pattern of the text between the opening mark and the arguments, with a group `name` and optionally a group `id`."""
     closes: tuple[str, ...] = ()
     """Optional marks after the arguments."""
     ignored: tuple[str, ...] = ()
-    """Marks around all calls."""
+    """Marks before and after the whole sequence of calls. The parser ignores them."""
     lists: bool = False
-    """True if objects that name the function, as in `JsonCalls`, may replace the head."""
+    """True if the opening mark may also be followed by JSON objects that name the function, as in `JsonCalls`, instead of a
+    head."""
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
         while mark := (yield from source.until((*self.opens, *self.ignored), writer.content)):
@@ -176,5 +179,5 @@ class HeadedCalls:
 
 
 def as_json(text: str) -> str:
-    """Return a part of a text as it appears within a JSON string."""
+    """Return a text escaped as in a JSON string, without the enclosing quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -13,10 +13,14 @@ _LARGEST: Final = 1_000_000  # Maximum factor: `"a" * 10000000000` is one operat
 
 
 def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-    """Return a rendered conversation. options: options of transformers' apply_chat_template, whose errors are raised unchanged.
+    """Return a conversation rendered with the chat template.
 
-    Jinja's sandbox limits each `range` of a template, but neither its time nor the output of nested loops.
-    :raises PromptError: if the template computes powers or uses huge factors, or its macros recurse without end."""
+    options: keywords of transformers' `apply_chat_template`, whose errors are raised unchanged.
+
+    Jinja's sandbox limits each `range` of a template, but neither the template's run time nor the output of nested loops.
+
+    :raises PromptError: if the template computes powers or uses huge factors, or its macros recurse without end.
+    """
     _check_arithmetic(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
     try:
         return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))
@@ -26,7 +30,10 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
 
 @lru_cache(maxsize=16)
 def _check_arithmetic(template: str) -> None:
-    """Check a template's numbers before Jinja computes its constants. :raises PromptError: if it has a power or huge factor."""
+    """Check the numbers in a template before Jinja evaluates its constant expressions.
+
+    :raises PromptError: if the template contains a power or a huge factor.
+    """
     from jinja2 import Environment
 
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
@@ -55,9 +62,12 @@ _ANSWER: Final = "wordsofananswer"  # Content of an assistant's message that tem
 def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int | None:
     """Return the control token that a chat template writes after the content of an assistant's message.
 
-    Looks at a conversation that ends with the message, then at one that continues, because some templates end a turn with the
-    next turn's beginning. chat_template: the tokenizer's by default. Returns None if no such token exists, or the template
-    fails.
+    The function renders a conversation that ends with the message, then one that continues after it, because some templates end a
+    message with the beginning of the next one.
+
+    chat_template: None means the tokenizer's template.
+
+    Returns None if no such token exists, or the template fails.
     """
     template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}

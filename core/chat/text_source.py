@@ -1,7 +1,7 @@
-"""Streaming text, read by a program that is independent of how the text is split.
+"""Reader of streamed text, and runner of the programs that parse it.
 
-A program is a generator that yields when it needs more text. Its behaviour depends only on the text, so its pieces are the same
-for any split.
+A program is a generator that yields when it needs more text. Its output depends only on the text, not on how the text is split
+into chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BETWEEN: Final = re.compile(r'[^"{}\[\]]*')
 
 
 class PieceWriter:
-    """Collects pieces, and counts calls."""
+    """Collects the pieces of a parsed answer, and counts its tool calls."""
 
     def __init__(self, make_id: Callable[[str, int], str] = call_id) -> None:
         self._make_id = make_id
@@ -45,7 +45,7 @@ class PieceWriter:
             self._pieces.append(ChatPiece("reasoning", text))
 
     def call(self, name: str, own_id: str = "") -> None:
-        """Begin a call. own_id: id that the model has written, or empty."""
+        """Begin a tool call. own_id: ID that the model wrote for the call. Empty means that an ID is made."""
         self._space = ""
         number = self.num_calls
         self.num_calls += 1
@@ -57,13 +57,13 @@ class PieceWriter:
             self._pieces.append(ChatPiece("arguments", text, self.num_calls - 1))
 
     def finish(self) -> None:
-        """Write the white space at the end of an answer without calls."""
+        """Append pending white space to the content if the answer has no calls."""
         if self._space and not self.num_calls:
             self._pieces.append(ChatPiece("content", self._space))
         self._space = ""
 
     def take(self) -> list[ChatPiece]:
-        """Return the pieces since the last `take`, with neighbours of one kind joined."""
+        """Return the pieces written since the last `take`, with adjacent pieces of the same kind joined."""
         joined: list[ChatPiece] = []
         for piece in self._pieces:
             last = joined[-1] if joined else None
@@ -88,11 +88,11 @@ class TextSource:
         self._text += text
 
     def record(self) -> None:
-        """Remember what is read from now on, because it may turn out to be content."""
+        """Start to record the text that is read, because it may turn out to be content."""
         self._read = []
 
     def recorded(self) -> str:
-        """Return what was read since `record`, and stop remembering."""
+        """Return the text that was read since `record`, and stop recording."""
         read = self._read or []
         self._read = None
         return "".join(read)
@@ -105,7 +105,7 @@ class TextSource:
         return taken
 
     def peek(self) -> Generator[None, None, str]:
-        """Return the next character. Empty at the end."""
+        """Return the next character without reading it. Empty at the end of the text."""
         while not self._text and not self.ended:
             yield
         return self._text[:1]
@@ -115,7 +115,7 @@ class TextSource:
         return self._take(1)
 
     def everything(self, write: Callable[[str], None]) -> Waiting:
-        """Pass on all text, to the end."""
+        """Pass all remaining text to `write` as it arrives, until the text ends."""
         while True:
             write(self._take(len(self._text)))
             if self.ended:
@@ -132,7 +132,7 @@ class TextSource:
             yield
 
     def starts(self, options: Sequence[str]) -> Generator[None, None, str]:
-        """Read the longest of the options with which the text begins. Empty if there is none."""
+        """Read and return the longest of the options with which the text begins. Empty if the text begins with none of them."""
         while not self.ended and any(len(each) > len(self._text) and each.startswith(self._text) for each in options):
             yield
         found = max((each for each in options if self._text.startswith(each)), key=len, default="")
@@ -140,7 +140,8 @@ class TextSource:
         return found
 
     def until(self, marks: tuple[str, ...], write: Callable[[str], None]) -> Generator[None, None, str]:
-        """Pass on the text before the first of the marks, then read and return the mark. Empty if the text ended without one."""
+        """Pass the text before the first of the marks to `write`, then read and return the mark. Empty if the text ends without a
+        mark."""
         pattern, starts, longest = _search(marks)
         while True:
             found = pattern.search(self._text)
@@ -157,12 +158,13 @@ class TextSource:
             yield
 
     def _may_grow(self, found: re.Match[str], marks: Sequence[str]) -> bool:
-        """Return whether a longer mark may begin at `found`, or an incomplete mark before it."""
+        """Return whether more text may turn the mark at `found` into a longer mark."""
         rest = self._text[found.start() :]
         return any(len(each) > len(rest) and each.startswith(rest) for each in marks)
 
     def json_text(self, write: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Pass on one JSON value as it arrives. Returns False if the text does not begin with one, or ends within it.
+        """Pass one JSON value to `write` as it arrives. Returns False if the text does not begin with a JSON value, or ends
+        within it.
 
         Only brackets and quotes are matched; the text between them is not checked.
         """
@@ -220,7 +222,7 @@ class TextSource:
                 yield
 
     def json_string(self) -> Generator[None, None, str | None]:
-        """Read and return a JSON string, or None if there is none."""
+        """Read a JSON string and return its text, or None if the text does not begin with a valid JSON string."""
         parts: list[str] = []
         if (yield from self.peek()) != '"' or not (yield from self._string(parts.append)):
             return None
@@ -228,7 +230,7 @@ class TextSource:
 
 
 def loaded_text(text: str) -> str | None:
-    """Return the text of a JSON string literal, or None if it is not one."""
+    """Return the string that a JSON string literal represents, or None if the text is not such a literal."""
     try:
         read: str = parse_json(text.translate(_ESCAPES), "string", str)
     except ValueError:
@@ -238,7 +240,8 @@ def loaded_text(text: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _search(marks: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str], int]:
-    """Return a pattern for the first mark (the longest one at each place), the marks' proper prefixes, and the maximum length."""
+    """Return a pattern that finds the first mark (the longest at its position), the proper prefixes of the marks, and the length
+    of the longest mark."""
     ordered = sorted(marks, key=len, reverse=True)
     starts = frozenset(mark[:end] for mark in marks for end in range(1, len(mark)))
     return re.compile("|".join(map(re.escape, ordered))), starts, max(map(len, marks))
@@ -248,7 +251,7 @@ Program = Callable[[TextSource, PieceWriter], Waiting]
 
 
 class ProgramParser:
-    """A parser that runs a program."""
+    """Chat parser that runs a program over the received text."""
 
     def __init__(self, program: Program, make_id: Callable[[str, int], str] = call_id) -> None:
         self._source = TextSource()

@@ -120,8 +120,8 @@ class ModelAdapters(Protocol):
     def begin(self, slots: Tensor | None) -> None:
         """Set the adapter of each row for the model's next calls, until the next `begin`.
 
-        slots: int32 [num_tokens] on the model's device, NO_ADAPTER for rows without an adapter; read when the model's kernels
-        run. None means no row has an adapter, and the model computes as if it had no slots.
+        slots: int32 [num_tokens] on the model's device: adapter slot of each row, or NO_ADAPTER. The model's kernels read the
+        tensor when they run. None means that no row has an adapter; the model then computes as if it had no slots.
         """
 
 
@@ -129,7 +129,7 @@ class ModelAdapters(Protocol):
 def rows_with(adapters: ModelAdapters | None, slots: Tensor | None) -> Iterator[None]:
     """Return a context in which the rows of model calls use the adapters in `slots`, as in `ModelAdapters.begin`.
 
-    adapters: the model's slots. None means the model has none; nothing is done.
+    adapters: the model's adapter slots. If this is None, the context does nothing.
     """
     if adapters is None:
         yield

@@ -43,15 +43,16 @@ class Lengths(NamedTuple):
 
 
 _MAX_PAIRS = 2**27
-"""Maximum product of query tokens and context tokens in a warm-up step. Larger steps are slow and select no other kernels."""
+"""Maximum number of query tokens times context tokens in a warm-up step. Larger steps are slow and select no other kernels."""
 
 
 def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
     """Yield steps of a phase, with sizes that are powers of two or just above.
 
-    The number of sequences and of query tokens per sequence are powers of two and their successors; context lengths are powers of
-    4 (decode) or 16. These steps reach every kernel of a backend that selects kernels by these numbers and switches at powers of
-    two. A backend that switches elsewhere overrides `AttentionBackend.warmup_steps`.
+    The number of query tokens per sequence is a value of `powers`. So is the number of sequences in decodes; prefill and extend
+    steps have one sequence or as many as fit. Context lengths are powers of 4 (decode) or 16 (extend), and the maximum. These
+    steps reach every kernel of a backend that selects kernels by these numbers and switches at powers of two. A backend that
+    switches elsewhere overrides `AttentionBackend.warmup_steps`.
     """
     decodes = phase is Phase.DECODE
     contexts = sorted({max(limits.max_model_len - 1, 1), *((4 if decodes else 16) ** n for n in range(16))})
@@ -107,9 +108,9 @@ class AttentionBackend(Kernel):
 
     A subclass sets `name` and `capabilities`, and implements `plan` and at least one of `prefill` and `decode`. The engine makes
     one instance per distinct `AttentionSpec`. In each step, the engine calls `plan` once; then, for each layer, it writes k and v
-    to the cache and calls `prefill` or `decode`. `prefill` and `decode` must not synchronise with the host, nor allocate memory
-    if `graph_level` allows their capture. If an instance sets `decode_writes`, the engine calls `write_and_decode` instead of the
-    write and `decode` in steps that allow it.
+    to the cache and calls `prefill` or `decode`. `prefill` and `decode` must not synchronise with the host. If `graph_level`
+    allows their capture, they must not allocate memory either. If an instance sets `decode_writes`, the engine calls
+    `write_and_decode` instead of writing k and v and calling `decode`, in steps that allow this.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -191,8 +192,8 @@ class AttentionBackend(Kernel):
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> Plan:
-        """Return the plan for one view of a step: only prefill or extend, or only decode. Host work and allocation are
-        allowed."""
+        """Return the plan for one view of a step, which contains only sequences in PREFILL or EXTEND, or only sequences in
+        DECODE. Host work and allocation are allowed."""
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> Plan:
         """Return the plan for a decode that is captured in a CUDA graph and replayed in many steps.
@@ -206,7 +207,7 @@ class AttentionBackend(Kernel):
     def plan_for_replay(self, plan: Plan, metadata: AttentionMetadata) -> None:
         """Update a captured plan before a replay, if the plan depends on more than the static tensors.
 
-        The metadata has this step's host lengths. Change the tensors that the captured kernels read in place, without waiting for
+        The metadata has this step's host lengths. Change in place the tensors that the captured kernels read, without waiting for
         the device.
         """
 

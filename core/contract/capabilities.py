@@ -36,9 +36,10 @@ class Capabilities:
     block_multiple: int = 1
     """Number that block_size must be a multiple of."""
     head_dims: tuple[int, ...] | None = None
-    """Supported head_dim if v_head_dim is equal to it. None means any. Empty means none, as in backends that support only MLA."""
+    """Supported values of head_dim for layers with an equal v_head_dim. None means any. Empty means none, as in backends that
+    support only MLA."""
     v_head_dims: tuple[tuple[int, int], ...] | None = ()
-    """Supported pairs (head_dim, v_head_dim) with different sizes; `head_dims` lists the equal ones. None means any pair."""
+    """Supported pairs (head_dim, v_head_dim) of different sizes; `head_dims` lists the equal sizes. None means any pair."""
     value_in_key: bool = False
     """True if the backend can read the value from the key (`AttentionSpec.value_in_key`), in layouts without a value tensor."""
     max_group_size: int | None = None
@@ -52,12 +53,14 @@ class Capabilities:
     """True if PREFILL also supports non-causal layers (`AttentionSpec.causal` is False), in which queries see later keys: the
     whole sequence or, with the feature sliding_window, the window on both sides. Requires `dense_prefill`."""
     reads_whole_blocks: bool = False
-    """True if the backend may load every slot of a sequence's last block and mask the scores of slots after its end. Values there
-    must be finite, since 0 * NaN is NaN. The pool guarantees this: blocks are zeroed when allocated, and freed blocks keep finite
-    rows. Tests therefore fill unused slots with a large number for such a backend, and with NaN for other backends."""
+    """True if the backend may load every slot of a sequence's last block and mask the scores of slots after the sequence's end.
+    Values in these slots must be finite, since 0 * NaN is NaN. The pool guarantees this: blocks are zeroed when allocated, and
+    freed blocks keep finite rows. Tests therefore fill unused slots with a large number for such a backend, and with NaN for
+    other backends."""
     reads_live_slots: bool = False
-    """True if DECODE of one token per sequence loads no slots after a sequence's end, from a cache with contiguous rows. A
-    sequence's last block may then extend past the memory (`LayerCache.open_blocks`), as in dense tensors viewed as blocks."""
+    """True if DECODE of one token per sequence, from a cache with contiguous rows, loads no slots after a sequence's end. A
+    sequence's last block may then extend past the end of the memory (`LayerCache.open_blocks`), as in dense tensors viewed as
+    blocks."""
     contiguous_blocks: bool = False
     """True if each block of a cache tensor must be contiguous, because the backend computes addresses from the layout and not
     from the tensor's strides. Checked by `AttentionBackend.accepts`."""
@@ -65,8 +68,8 @@ class Capabilities:
     """True if a decode plan needs exact lengths on the host. Such decodes are not captured in CUDA graphs, nor planned while the
     host knows only upper bounds (`AttentionMetadata.upper_bound_lens`)."""
     shares_plans: bool = False
-    """True if one plan is valid for all instances with the same `AttentionSpec.kind`: plans then must not contain sinks or cache
-    scales, which belong to the instance. Layers that differ only in these share one plan per step (gpt-oss)."""
+    """True if one plan is valid for all instances with the same `AttentionSpec.kind`. Plans then must not contain sinks or cache
+    scales, which belong to the instance. Layers that differ only in sinks or scales share one plan per step (gpt-oss)."""
     lse: bool = False
     """True if `prefill` and `decode` fill `lse`, the logarithm of the sum of exp(score) over the keys, if it is passed."""
     batch_invariant: bool = False
@@ -87,7 +90,8 @@ class Capabilities:
         return Support(tuple(chain.from_iterable(refused)))
 
     def reads_cache_of(self, spec: AttentionSpec, block_size: int) -> bool:
-        """Return whether the backend reads a layout that can hold this layer's cache. If not, another layout is not a remedy."""
+        """Return whether the backend reads any layout that can hold this layer's cache. If it does not, selecting a different
+        layout does not help."""
         reads = self.value_in_key or not spec.value_in_key
         return reads and (self.layouts is None or bool(self._fitting(self.layouts, spec, block_size)))
 
@@ -96,7 +100,7 @@ class Capabilities:
         return [layout for layout in layouts if layout.check(spec, block_size)]
 
     def _other_cache(self, spec: AttentionSpec) -> str:
-        """Return the flag that selects a cache type that the backend can read for this layer, or "" if there is none."""
+        """Return the flag that selects a cache type readable by the backend for this layer, or "" if no type qualifies."""
         if spec.dense:
             return ""
         own = {"auto": None, **{KV_DTYPE_NAMES[each]: each for each in self.kv_dtypes if each in KV_DTYPE_NAMES}}
@@ -139,7 +143,7 @@ class Capabilities:
         dims = (spec.head_dim, spec.v_head_dim)
         if dims[0] == dims[1]:
             if self.head_dims is not None and dims[0] not in self.head_dims:
-                sizes = _either(map(str, self.head_dims)) or "values of another length than keys"
+                sizes = _sizes(self.head_dims) or "values of another length than keys"
                 yield Reason("head_dim", sizes, str(dims[0]))
         elif self.v_head_dims is not None and dims not in self.v_head_dims:
             pairs = _either(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
@@ -164,6 +168,13 @@ class Capabilities:
             yield Reason("causal", "a backend that declares non_causal, so that queries see later keys", "causal=False")
         for feature in sorted(spec.features - self.features):
             yield Reason(feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}")
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Return sizes as text: "a multiple of 8 up to 256" for a long series, else all of them."""
+    if len(sizes) > 4 and tuple(sizes) == tuple(range(sizes[0], sizes[-1] + 1, sizes[0])):
+        return f"a multiple of {sizes[0]} up to {sizes[-1]}"
+    return _either(map(str, sizes))
 
 
 def _either(values: Iterable[str]) -> str:

@@ -40,7 +40,7 @@ class ChatContext:
     """Properties of a request that a parser may use."""
 
     prompt: str = ""
-    """Prompt after the chat template. Empty if the request gave token ids."""
+    """Text of the prompt after the chat template was applied. Empty if the request gave token ids."""
     tools: Mapping[str, Mapping[str, Any]] | None = None
     """JSON schema of each tool's parameters, by tool name."""
 
@@ -108,14 +108,15 @@ class ChatParserInfo:
     make: Callable[[ChatContext], ChatParser]
     """Function that makes the parser of one completion. A parser of calls gets the text without the reasoning."""
     recognizes: Callable[[str], bool] = recognizes_none
-    """Function that returns whether models with a chat template write this format. The first parser that matches is used."""
+    """Function that takes a chat template and returns whether models with this template write the format. The first parser that
+    matches is used."""
     syntaxes: tuple[CallSyntax, ...] = ()
     """Call syntaxes, preferred first. If empty, grammars use the syntax of `hermes`."""
     reasoning: ReasoningSyntax | None = None
-    """Reasoning markers: structured output begins after the reasoning. None means structured output begins at once."""
+    """Reasoning markers. Structured output begins after the reasoning. None means that structured output begins at once."""
     make_id: Callable[[str, int], str] = call_id
     """Function that makes a call's id from the function's name and the index of the call."""
     marks: tuple[str, ...] = ()
     """Marker texts of the format. If one is a special token of the tokenizer, special tokens are not stripped from the text."""
     whole: bool = False
-    """True if the parser reads the whole text (reasoning, content and calls). It is then used for every chat."""
+    """True if the parser reads the whole text (reasoning, content and calls). Such a parser is used for every chat."""

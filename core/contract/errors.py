@@ -1,4 +1,5 @@
-"""Errors that a user or a plugin can cause. Each message says what was requested, what is needed, what was got and what to do."""
+"""Errors that a user or a plugin can cause. Each message says what was requested, what is needed, what was found and what to
+do."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ class HeadwayError(Exception):
     """Base of all errors that the caller can fix. The command line prints them without a traceback and exits with code 2."""
 
     on_command_line = ""
-    """Message that names command-line flags, if `str` names Python arguments instead. Otherwise empty."""
+    """Original message, with command-line flags, if `name_arguments` has put Python arguments into the message of `str`.
+    Otherwise empty."""
 
     def name_arguments(self, names: Collection[str]) -> None:
-        """Replace command-line flags in the message by Python arguments, for the arguments in `names`."""
+        """Replace the command-line flags of the arguments in `names` with Python arguments in the message."""
         if self.args and isinstance(self.args[0], str):
             self.on_command_line = str(self)
             self.args = with_arguments(self.args[0], names), *self.args[1:]
@@ -38,7 +40,7 @@ _COMMAND = re.compile(r"\bheadway [a-z]")
 def with_arguments(text: str, names: Collection[str]) -> str:
     """Return a text with command-line flags replaced by Python arguments: `--kv-layout nhd` becomes `kv_layout="nhd"`.
 
-    names: Python arguments that exist. Other flags are unchanged, as are lines that contain a shell command.
+    names: Python arguments that can replace flags. Other flags are unchanged, as are lines that contain a shell command.
     """
 
     def line_with_arguments(line: str) -> str:
@@ -100,7 +102,8 @@ class UnknownBackendError(HeadwayError):
 
 
 class UnsupportedError(HeadwayError):
-    """A backend, layout or block size that was requested by name and does not support the work. There is no fallback."""
+    """A backend, layout or block size that was requested by name but does not support a layer or step. Never replaced by
+    another."""
 
     def __init__(self, asked: str, reasons: Sequence[Reason], fix: str = "") -> None:
         self.asked = asked

@@ -56,8 +56,8 @@ class ExpertsConfig:
     swiglu_alpha: float = 1.0
     """Factor alpha in gate * sigmoid(alpha * gate). 1 means SiLU."""
     swiglu_limit: float | None = None
-    """Limit for clamping: gate <= limit and -limit <= up <= limit, after which up is increased by 1 (gpt-oss). None means
-    neither is done."""
+    """Clamping limit: gate is clamped to at most the limit, and up to between -limit and limit; up is then increased by 1
+    (gpt-oss). None means no clamping and no increase."""
     held: range | None = None
     """Indices of the routed experts whose weights this rank holds. None means all. The router always chooses from all experts."""
 
@@ -67,7 +67,7 @@ class ExpertsConfig:
         return "silu" if self.gated else "relu2"
 
     def __post_init__(self) -> None:
-        """:raises ModelError: if numbers contradict each other; the message uses the names of config.json."""
+        """:raises ModelError: if numbers contradict each other. The message uses the field names of config.json."""
         _whole("num_experts", self.num_experts, 1)
         _whole("moe_intermediate_size", self.intermediate_size, 1)
         _whole("num_experts_per_tok", self.top_k, 1, self.num_experts, "the number of experts")
@@ -90,7 +90,7 @@ class ExpertsConfig:
 
     @property
     def scores_a_group(self) -> int:
-        """Number of a group's best scores whose sum ranks the group."""
+        """Number of a group's best expert scores that are added to rank the group."""
         return 1 if self.group_score == "max" else 2
 
     @property
@@ -120,7 +120,7 @@ class ExpertsConfig:
 
     @property
     def num_logits(self) -> int:
-        """Number of router rows: one per routed expert, and one for the shared experts' gate."""
+        """Number of router rows: one per routed expert, plus one for the shared experts' gate if there is one."""
         return self.num_experts + (1 if self.shared_gate else 0)
 
 
@@ -155,9 +155,10 @@ class ExpertsWeights:
     """Weights of an MoE layer's experts: routed experts first, then shared experts."""
 
     gate_up: Weight
-    """[num_all, up_size, hidden_size], gate rows before up rows, or only up. Quantized: 2-d, with all experts' rows."""
+    """[num_all, up_size, hidden_size]: gate rows before up rows, or only up rows. A quantized weight is 2-d, with the rows of all
+    experts."""
     down: Weight
-    """[num_all, hidden_size, intermediate_size]. Quantized: 2-d, with all experts' rows."""
+    """[num_all, hidden_size, intermediate_size]. A quantized weight is 2-d, with the rows of all experts."""
     gate_up_bias: Tensor | None = None
     """[num_all, up_size]"""
     down_bias: Tensor | None = None
@@ -176,14 +177,14 @@ class ExpertsCapabilities:
     max_tokens: int | None = None
     """Maximum number of tokens. None means any."""
     batch_invariant: bool = False
-    """True if the bits of a token do not depend on the other tokens or their number. Deterministic mode uses only such
+    """True if the bits of a token's output do not depend on the other tokens or their number. Deterministic mode uses only such
     kernels."""
     biases: bool = False
     """True if layers whose experts have biases are supported."""
     ungated: bool = False
     """True if experts without a gate (squared ReLU) are also supported."""
     clamped: bool = False
-    """True if `swiglu_alpha` other than 1 and `swiglu_limit` are supported."""
+    """True if layers with `swiglu_limit`, or with a `swiglu_alpha` other than 1, are supported."""
     partial: bool = False
     """True if the kernel supports layers with only some of the routed experts on a rank (`ExpertsConfig.held`)."""
 
@@ -212,10 +213,10 @@ class ExpertsKernel(Kernel):
     """A named implementation of MoE layers. It sees neither the engine nor the model nor the checkpoint.
 
     A subclass sets `name` and `capabilities` and implements `apply`. The engine makes one instance per distinct `ExpertsSpec` and
-    calls `prepare` once per layer. In each step the engine norms and routes the tokens, then calls `apply`. On a GPU, `apply`
-    must neither synchronise with the host nor read a tensor's elements on it, and must allocate only through torch's allocator,
-    so that a CUDA graph can own the memory. Steps are captured in CUDA graphs: kernels with a `graph_level` of NONE are refused
-    on GPUs. A call that raises must leave `out` unchanged.
+    calls `prepare` once per layer. In each step the engine normalizes and routes the tokens, then calls `apply`. On a GPU,
+    `apply` must neither synchronise with the host nor read tensor elements on the host. It must allocate only through torch's
+    allocator, so that a CUDA graph can own the memory. Steps are captured in CUDA graphs: kernels with a `graph_level` of NONE
+    are refused on GPUs. A call that raises must leave `out` unchanged.
     """
 
     capabilities: ClassVar[ExpertsCapabilities]
@@ -240,7 +241,7 @@ class ExpertsKernel(Kernel):
     def update(self, prepared: Any, again: Any) -> None:
         """Copy `again`, prepared from new weights, into `prepared`; see `LinearKernel.update`.
 
-        :raises ConfigError: if the two differ in anything other than the elements of tensors.
+        :raises ConfigError: if `prepared` and `again` differ in anything other than the elements of tensors.
         """
         rewrite(prepared, again, self.name)
 

@@ -21,14 +21,14 @@ from torch import Tensor
 from headway.core.contract.support import YES, Support
 
 _ALIGN = 4
-"""Alignment of fields in int32 elements: 16 bytes, which kernels may rely on."""
+"""Alignment of fields, in int32 elements. Kernels may rely on the resulting alignment of 16 bytes."""
 
 
 class Packed:
     """Several int32 fields in one host buffer, copied to the device in one transfer."""
 
     def __init__(self, **lengths: int) -> None:
-        """Make zeroed fields. lengths: number of int32 elements of each field, by name."""
+        """Allocate zeroed fields. lengths: number of int32 elements of each field, by name."""
         self._at: dict[str, slice] = {}
         end = 0
         for name, length in lengths.items():
@@ -55,7 +55,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device and return without waiting for the copy.
 
     The copy uses pinned memory, which torch keeps until the copy is done. A copy from pageable memory would wait for all work
-    queued on the device, and so undo overlapped scheduling.
+    queued on the device, and thus defeat overlapped scheduling.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -65,20 +65,22 @@ CompileAhead = Callable[[], AbstractContextManager[object]]
 """Function that returns a context manager such as `compile_ahead`."""
 
 AHEAD: ContextVar[Executor | None] = ContextVar("headway_compiles_ahead", default=None)
-"""Thread pool that compiles kernels in this context; launches then only queue a compilation. None means launches run."""
+"""Thread pool that compiles kernels in this context; launches then only queue a compilation. None means that launches run as
+usual."""
 _WORKERS = 16
 """Maximum number of threads that compile kernels. Compilers do most of their work outside the GIL."""
 
 _LISTENERS: list[WeakMethod[Listener]] = []
-"""Listeners of the process. They are shared because a kernel compiled for one engine is used by all."""
+"""Listeners of the process. All engines share them, because a kernel compiled for one engine is used by all engines."""
 
 
 @contextmanager
 def compile_ahead() -> Iterator[Executor]:
     """Return a context in which launches compile their kernels on a thread pool instead of running them.
 
-    This applies to kernels that check `AHEAD`. All compilations have finished when the context ends. Discard results computed
-    inside: the kernels have not written their outputs. A compilation error is raised by the next real launch, not here.
+    Only kernels that check `AHEAD` support this. All compilations have finished when the context ends. Discard results computed
+    inside the context, because the kernels have not written their outputs. A compilation error is raised by the next real launch,
+    not in the context.
     """
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), "compile") as pool:
         token = AHEAD.set(pool)
@@ -134,7 +136,7 @@ class Kernel(ABC):
 
     @classmethod
     def origin(cls) -> str:
-        """Return the place where the kernel's library was found if several are searched, otherwise ""."""
+        """Return the location of the kernel's library if several locations are searched, otherwise ""."""
         return ""
 
 
@@ -152,7 +154,8 @@ class KernelInfo:
     extra: str = ""
     """Name of the package or Headway extra to install for the library."""
     devices: tuple[str, ...] = field(default=(), kw_only=True)
-    """Supported device types, so that engines on other devices do not import the kernel. Empty means the class decides."""
+    """Supported device types, so that engines on other devices do not import the kernel. Empty means that the kernel class
+    decides."""
     api_version: int = field(kw_only=True)
     """Version of the contract that the kernel was written for. Write a literal: a constant imported from Headway matches any
     release."""

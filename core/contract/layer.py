@@ -1,7 +1,7 @@
 """Validity rules of attention layers, and a one-line description of a layer.
 
-A layer is an `AttentionSpec`, or its record in a crossover table, which has fields of the same names and whose element types are
-names. This module does not import torch, so that displaying a table does not take torch's import time.
+A layer is given as an `AttentionSpec` or as its record in a crossover table. The record has fields of the same names, and gives
+element types by name. This module does not import torch, so that a table is displayed without waiting for torch's import.
 """
 
 from __future__ import annotations

@@ -200,8 +200,9 @@ class LayerCache:
     """Key = stored key * k_scale. Writers divide by it before they store. Other than 1 only in FP8 caches."""
     v_scale: float = 1.0
     open_blocks: int = 0
-    """Number of blocks after the last complete one that begin inside this memory and end outside it. A block table may name one
-    only if its sequence ends inside the memory, and only for backends that set `Capabilities.reads_live_slots`."""
+    """Number of blocks after the last complete block that begin inside the cache's memory and end outside it. A block table may
+    list such a block only if its sequence ends inside the memory, and only for backends that set
+    `Capabilities.reads_live_slots`."""
 
     def __post_init__(self) -> None:
         what = f"cache in layout {self.layout.name}"
@@ -228,7 +229,8 @@ class LayerCache:
     def over(self, tensors: Mapping[str, Tensor]) -> LayerCache:
         """Return a cache with these tensors, and this cache's layout, geometry and scales.
 
-        Shapes and element types are not checked, because a check takes longer than a kernel launch. The caller guarantees them.
+        The caller guarantees that shapes and element types match. They are not checked, because a check takes longer than a
+        kernel launch.
         """
         other = object.__new__(LayerCache)
         own = self.__dict__
@@ -264,12 +266,14 @@ class LayerCache:
 
     @cached_property
     def logical_key(self) -> Tensor:
-        """View [num_blocks, block_size, num_kv_heads, head_dim / x, x] of the key. Its strides describe any layout."""
+        """View [num_blocks, block_size, num_kv_heads, head_dim / x, x] of the key. Layouts differ only in the view's strides and
+        in x."""
         return _logical(self.key, self.layout.tensors["key"])
 
     @cached_property
     def logical_value(self) -> Tensor:
-        """View [num_blocks, block_size, num_kv_heads, v_head_dim / x, x] of the value. Its strides describe any layout."""
+        """View [num_blocks, block_size, num_kv_heads, v_head_dim / x, x] of the value. Layouts differ only in the view's strides
+        and in x."""
         return _logical(self.value, self.layout.tensors["value" if self.layout.has_value else "key"])
 
     def logical_scale(self, name: str) -> Tensor | None:
@@ -383,10 +387,11 @@ def _gather(logical: Tensor, rows: Tensor, block_size: int) -> Tensor:
 
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-    """Write k [num_tokens, num_kv_heads, head_dim] and v [..., v_head_dim] to slot_mapping [num_tokens], skipping -1.
+    """Write k [num_tokens, num_kv_heads, head_dim] and v [..., v_head_dim] to the slots in slot_mapping [num_tokens], skipping
+    -1.
 
-    Works with any layout, through its logical view. On a GPU, the test for -1 synchronises, so this cannot be captured in a
-    graph.
+    The function supports any layout, because it writes through the logical views. On a GPU, the test for -1 synchronises with the
+    host, so the function cannot be captured in a CUDA graph.
     """
     valid = slot_mapping >= 0
     if not valid.all():
@@ -409,7 +414,8 @@ def put(rows: Tensor, cache: LayerCache, name: str, slots: Tensor) -> None:
 
 
 def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return rows as the cache stores them: divided by the scale and, for FP8, clamped to its range (NaN otherwise)."""
+    """Return rows as the cache stores them: divided by the scale and, for FP8, clamped to the type's range, since larger values
+    would become NaN."""
     if rows.dtype == dtype:
         return rows if scale == 1.0 else rows / scale
     limit = torch.finfo(dtype).max

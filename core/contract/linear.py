@@ -49,7 +49,7 @@ class LinearSpec:
         return tuple(name for name in FUSED if getattr(self, name))
 
     def with_only(self, fused: Collection[str]) -> LinearSpec:
-        """Return this spec without operations that `fused`, a subset of FUSED, does not name."""
+        """Return this spec with only the fused operations named in `fused`, a subset of FUSED."""
         return replace(
             self,
             norm=self.norm and "norm" in fused,
@@ -69,8 +69,8 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinearParts:
-    """Operations before and after the GEMM in a call of `LinearKernel.apply_fused`, limited to what the kernel claims as
-    fused."""
+    """Operations before and after the GEMM in a call of `LinearKernel.apply_fused`: only operations that the kernel claims to
+    fuse."""
 
     norm: Tensor | None = None
     """[in_features], in the dtype of x or float32: RMSNorm weight, applied to the rows of x. None means no norm."""
@@ -104,7 +104,8 @@ class LinearCapabilities:
     max_rows: int | None = None
     """Maximum number of rows of x. None means any."""
     batch_invariant: bool = False
-    """True if the bits of a row do not depend on the other rows or their number. Deterministic mode uses only such kernels."""
+    """True if the bits of a row of the output do not depend on the other rows or their number. Deterministic mode uses only such
+    kernels."""
     fused: frozenset[str] = frozenset()
     """Operations before and after the GEMM that `apply_fused` computes, out of FUSED except "rotary", which only Headway's
     kernels fuse. The engine computes the rest. Empty for kernels that implement only `apply`."""
@@ -171,7 +172,8 @@ class LinearKernel(Kernel):
         return cls.capabilities.check(spec)
 
     def runs(self, rows: int) -> bool:
-        """Return whether the kernel runs steps with this number of rows. The answer may change only just after a power of two."""
+        """Return whether the kernel runs steps with this number of rows. The answer may change only between a power of two and
+        its successor."""
         most = self.capabilities.max_rows
         return most is None or rows <= most
 
@@ -183,12 +185,12 @@ class LinearKernel(Kernel):
         return weight
 
     def update(self, prepared: Any, again: Any) -> None:
-        """Copy `again`, prepared from new weights, into `prepared`, which captured steps read in place. `load_weights` calls
-        this.
+        """Copy `again`, prepared from new weights, into `prepared`, which captured steps read in place. `load_weights` calls this
+        method.
 
-        Override it if `prepare` returns values other than tensors that depend on the weight's elements.
+        Override the method if `prepare` returns values other than tensors that depend on the weight's elements.
 
-        :raises ConfigError: if the two differ in anything other than the elements of tensors.
+        :raises ConfigError: if `prepared` and `again` differ in anything other than the elements of tensors.
         """
         rewrite(prepared, again, self.name)
 

@@ -219,9 +219,9 @@ class AttentionMetadata:
         num_blocks: Sequence[int],
         upper_bound_lens: bool = False,
     ) -> list[AttentionMetadata]:
-        """Return one metadata per cache group. They differ only in block table, slots and `num_blocks`.
+        """Return one `AttentionMetadata` per cache group. The results differ only in block table, slots and `num_blocks`.
 
-        Runs once per engine step, so it does not check lengths and blocks.
+        The function runs once per engine step, so it does not check lengths and blocks.
 
         decode_query_lens: maximum number of new tokens that counts as DECODE: one number for all sequences, or one per sequence.
         """
@@ -318,10 +318,10 @@ def _check_blocks(kv_lens: NDArray[numpy.int32], block_tables: BlockTables, bloc
 def _pack(
     query: NDArray[numpy.int32], context: NDArray[numpy.int32], block_tables: Sequence[BlockTables], widest: int, block_size: int
 ) -> Packed:
-    """Return a step's metadata in one host buffer, because the fixed cost of a copy to the device exceeds that of its bytes.
+    """Return a step's metadata in one host buffer, because one copy to the device takes less time than several small ones.
 
-    Fields: starts, seq_lens and contexts of the sequences; per cache group N, "table N", [num_seqs, widest], and "slots N", the
-    int64 slot of each token.
+    Fields: starts, seq_lens and contexts of the sequences. In addition, for each cache group N: "table N", [num_seqs, widest],
+    and "slots N", the int64 slot of each token.
     """
     num_seqs, num_tokens = len(query), int(query.sum())
     sizes = {"starts": num_seqs + 1, "seq_lens": num_seqs, "contexts": num_seqs}

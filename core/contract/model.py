@@ -34,7 +34,8 @@ class WatchedAttention(Attention, Protocol):
 
     @property
     def step_kind(self) -> Hashable | None:
-        """Key that is equal for steps with the same launches, which differ only in tensor contents. None means no step repeats.
+        """Key that is equal for steps with the same launches. Such steps differ only in tensor contents. None means that the step
+        repeats no other step.
 
         This attribute is optional.
         """

@@ -30,14 +30,15 @@ class OperationKind:
     claims: type
     """Type of a kernel's capabilities."""
     oldest: int
-    """Oldest supported api_version. Layers that need a later feature are refused for kernels of an older version."""
+    """Oldest supported api_version. A kernel of an older version than a layer's features need is refused for this layer."""
     kernels: str
     """Field of `Brought` that lists the kernels' names. Plugins register kernels through the hook `headway_register_` plus this
-    name if there is one, otherwise through `headway_register_kernels`."""
+    name if that hook exists, otherwise through `headway_register_kernels`."""
     layouts: str = ""
-    """Field of `Brought` that lists cache or state layouts, and suffix of their hook. Empty if the kernels cache nothing."""
+    """Field of `Brought` that lists cache or state layouts, and suffix of the hook that registers them. Empty if the kernels
+    cache nothing."""
     rank_hook: str = ""
-    """Hook that ranks kernels without measurements. Empty means order of registration."""
+    """Hook that ranks kernels without measurements. Empty means that the order of registration ranks them."""
 
 
 ATTENTION: Final = OperationKind(
@@ -84,7 +85,7 @@ ALL_KINDS: Final = (*KINDS, ALL_REDUCE)
 
 
 def batch_invariance(claims: LinearCapabilities | ExpertsCapabilities) -> Support:
-    """Return whether deterministic mode may use a plugin's kernel: batch-invariant, for any number of rows."""
+    """Return whether deterministic mode may use a plugin's kernel: it must be batch-invariant and accept any number of rows."""
     most = claims.max_rows if isinstance(claims, LinearCapabilities) else claims.max_tokens
     if not claims.batch_invariant:
         return Support.no("batch_invariant", "a kernel that declares it, in deterministic mode", "one that does not")

@@ -25,7 +25,8 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum over ranks, bit-identical on every rank. If `onto` is given, add the sum to it in place and return it.
+        """Return the sum over ranks, bit-identical on every rank. If `onto` is given, add the sum to `onto` in place and return
+        `onto`.
 
         x: any shape, contiguous. May be overwritten.
         onto: same shape as x, and the same elements on every rank.
@@ -96,7 +97,10 @@ class AllReduceKernel(Kernel):
     @classmethod
     @abstractmethod
     def join(cls, group: RankGroup) -> Self:
-        """Return this rank's instance. Every rank calls this. :raises RuntimeError: if this rank cannot make it."""
+        """Return this rank's instance. Every rank calls this method.
+
+        :raises RuntimeError: if this rank cannot make the instance.
+        """
 
     def takes(self, x: Tensor) -> bool:
         """Return whether the kernel can reduce a tensor. The answer must depend only on shape and type, so that all ranks
@@ -107,7 +111,7 @@ class AllReduceKernel(Kernel):
 
     @abstractmethod
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum, or `onto` with the sum added; see `Ranks.all_reduce`."""
+        """Return the sum over ranks, or `onto` with the sum added; see `Ranks.all_reduce`."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -24,14 +24,14 @@ class SequenceProposer(Protocol):
     """Proposer of draft tokens for one sequence. The engine calls it between steps, so calls should take microseconds."""
 
     def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
-        """Return at most `most` draft tokens that may follow. An empty sequence is valid.
+        """Return at most `most` draft tokens that may follow `token_ids`. An empty sequence is valid.
 
         token_ids: prompt and output so far. Each call passes the previous call's tokens and the tokens after them, so no token
         need be read twice. The list belongs to the engine: do not modify or store it.
         """
 
     def finish(self, token_ids: Sequence[int]) -> None:
-        """Handle the end of the sequence. token_ids: all of its tokens."""
+        """Handle the end of the sequence. token_ids: all tokens of the sequence."""
 
 
 class Proposer(Protocol):

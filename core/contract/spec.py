@@ -12,7 +12,8 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8_per_token_head": torch.int8}
 """Element types that only a cache may have, by vLLM's names. An int8 cache stores a float32 scale per token and head, for key and
-value, in tensors of its layout. An FP8 cache has one scale each per layer (`AttentionSpec.k_scale`, `v_scale`)."""
+value, in tensors of its layout. An FP8 cache has one key scale and one value scale per layer (`AttentionSpec.k_scale`,
+`v_scale`)."""
 KV_DTYPE_NAMES = {**DTYPE_NAMES, **{dtype: name for name, dtype in KV_DTYPES.items()}}
 
 
@@ -71,7 +72,7 @@ class AttentionSpec:
     def kind(self) -> AttentionSpec:
         """The spec without per-layer numbers of the checkpoint: sinks are 0 and cache scales are 1.
 
-        Compilation, plans and measurements depend only on this.
+        Compilation, plans and measurements depend only on the kind.
         """
         sinks = None if self.sinks is None else (0.0,) * self.num_heads
         return replace(self, sinks=sinks, k_scale=1.0, v_scale=1.0)
@@ -88,7 +89,8 @@ class AttentionSpec:
 
     @property
     def cache_row_bytes(self) -> int:
-        """Bytes per token in the layer's cache: key, value unless it is part of the key, and scales per token if any."""
+        """Number of bytes per token in the layer's cache: key, value (unless it is part of the key), and scales per token, if
+        any."""
         rows = (self.head_dim,) if self.value_in_key else (self.head_dim, self.v_head_dim)
         scale = 0 if self.cache_dtype.is_floating_point else torch.float32.itemsize
         return self.num_kv_heads * sum(elements * self.cache_dtype.itemsize + scale for elements in rows)

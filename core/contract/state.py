@@ -90,7 +90,7 @@ class StateSpec:
 
     @property
     def convolution(self) -> StateSpec:
-        """Spec of only the layer's convolution, as a layer of kind `conv`."""
+        """Spec of the layer's convolution without the recurrence, as a layer of kind `conv`."""
         assert self.conv_channels
         return StateSpec(
             CONV, 0, 0, 0, 0, self.conv_channels, self.conv_width, self.activation, self.dtype, self.device, self.state_dtype
@@ -98,7 +98,7 @@ class StateSpec:
 
     @property
     def recurrence(self) -> StateSpec:
-        """Spec of only the layer's recurrence. Its input is the convolution's output."""
+        """Spec of the layer's recurrence without the convolution. Its input is the convolution's output."""
         assert self.recurrent
         return replace(self, conv_channels=0, conv_width=0, activation="silu")
 
@@ -237,17 +237,17 @@ class StateCache:
 
     @cached_property
     def convolution(self) -> StateCache:
-        """Cache of only the convolution's states, for a backend that computes only the convolution."""
+        """Cache with only the convolution's states, for a backend that computes only the convolution."""
         return StateCache({"conv": self.tensors["conv"]}, self.layout, self.spec.convolution)
 
     @cached_property
     def recurrence(self) -> StateCache:
-        """Cache of only the recurrent states."""
+        """Cache with only the recurrent states."""
         return StateCache({"recurrent": self.tensors["recurrent"]}, self.layout, self.spec.recurrence)
 
     @cached_property
     def logical_recurrent(self) -> Tensor:
-        """View [num_slots, num_heads, key_dim, value_dim] of the recurrent states. Its strides describe any layout."""
+        """View [num_slots, num_heads, key_dim, value_dim] of the recurrent states. Layouts differ only in the view's strides."""
         axes = self.layout.recurrent
         return self.tensors["recurrent"].permute([axes.index(axis) for axis in _STATE_AXES])
 
@@ -283,8 +283,8 @@ class StateMetadata:
     checkpoints_cpu: Tensor | None = None
     recomputed: Tensor | None = None
     """int64 [num_seqs], only in captured steps that verify draft tokens: number of leading tokens of each sequence that are not
-    new. They pad the sequence to the graph's width; its state already includes them, so they must not change it. None means all
-    tokens are new."""
+    new. These tokens pad the sequence to the graph's width. The sequence's state already includes them, so they must not change
+    the state. None means all tokens are new."""
 
     @cached_property
     def prefill(self) -> StateMetadata | None:
@@ -326,7 +326,7 @@ class StateCapabilities:
     """Supported phases: PREFILL and EXTEND for `scan`, DECODE for `step`."""
     convolution: bool = True
     """True if the backend computes a layer's convolution together with its recurrence. Otherwise the engine runs the convolution
-    on another backend that claims `conv`, and passes on its output."""
+    on another backend that claims `conv`, and passes the convolution's output to this backend."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     state_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     devices: tuple[str, ...] = ("cuda",)
@@ -398,8 +398,8 @@ class StateBackend(Kernel):
 
     @abstractmethod
     def plan(self, metadata: StateMetadata) -> Plan:
-        """Return the plan for one view of a step: only prefill or extend, or only decode. Host work and allocation are
-        allowed."""
+        """Return the plan for one view of a step, which contains only sequences in PREFILL or EXTEND, or only sequences in
+        DECODE. Host work and allocation are allowed."""
 
     def plan_for_capture(self, metadata: StateMetadata) -> Plan:
         """Return the plan for a `step` that is captured in a CUDA graph and replayed in many steps.
@@ -441,13 +441,13 @@ class StateBackend(Kernel):
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
-        """Run the newest tokens of sequences in DECODE through the layer, as `scan` does: one token each, or one and its draft
-        tokens.
+        """Run the newest tokens of sequences in DECODE through the layer, as `scan` does: for each sequence, one token, or one
+        token and its draft tokens.
 
         x: [num_decode_tokens, input_channels]; out: [num_decode_tokens, out_channels].
 
-        The state after each token is written to the sequence's `out_slots`, which may include the slot that it was read from.
-        Padding rows must not write states. The output of padding rows and of `recomputed` tokens is ignored.
+        The state after each token is written to the sequence's `out_slots`, which may include the slot from which the state was
+        read. Padding rows must not write states. The output of padding rows and of `recomputed` tokens is ignored.
         """
         raise NotImplementedError(f"{self.name} declares no step")
 
@@ -464,7 +464,10 @@ class StateBackendInfo(KernelInfo):
 
 
 def make_state_backend(kind: type[StateBackend], spec: StateSpec, layout: StateLayout) -> StateBackend:
-    """Return a new instance of a backend, which may come from a plugin. Raises as `make_backend` does."""
+    """Return a new instance of a backend, which may come from a plugin.
+
+    :raises PluginError: if the constructor raises, or the instance lacks an attribute of the base class.
+    """
     who = f"state backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
     with making(who):
         made = kind(spec, layout)

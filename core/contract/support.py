@@ -1,4 +1,5 @@
-"""`Support`: whether something can run and, if not, every reason. Used for selection, the command line, errors and tests."""
+"""`Support`: the result of a check whether something can run, with every reason if it cannot. Selection, the command line, errors
+and tests use this class."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 _MOST: Final = 400
-"""Maximum number of characters of `got` to show, since it may be a whole file's text."""
+"""Maximum number of characters of `Reason.got` to show, since the value may be the text of a whole file."""
 
 
 class Reason(NamedTuple):
     """One reason why a check failed."""
 
     what: str
-    """Property that was checked: "head_dim", "device", "block_size"."""
+    """Property that was checked, such as "head_dim", "device" or "block_size"."""
     need: str
     """Values that are accepted."""
     got: str

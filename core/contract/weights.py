@@ -1,4 +1,4 @@
-"""Weights of linear layers: one class per stored representation. Each checkpoint format is read into one of them.
+"""Weights of linear layers, with one class per stored representation. Each checkpoint format is read into one of these classes.
 
 A weight has torch's shape, [out_features, in_features], written [N, K] here.
 """
@@ -75,7 +75,7 @@ class QuantizedWeight(ABC):
         return self._changed({name: tensor[:, cut[name]].contiguous() for name, tensor in self._spanned() if name in cut})
 
     def merged(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-        """Return these rows followed by the rows of `others` as one weight, or None if the formats differ."""
+        """Return one weight with this weight's rows followed by the rows of `others`, or None if the formats differ."""
         if any(type(each) is not type(self) for each in others):
             return None
         return self._changed({name: _joined([self, *others], name) for name in self.spans})
@@ -90,11 +90,11 @@ class QuantizedWeight(ABC):
         return whole
 
     def _spanned(self) -> list[tuple[str, Tensor]]:
-        """Return names and tensors of `spans`, without tensors that are None."""
+        """Return the name and tensor of each field in `spans`, without fields that are None."""
         return [(name, tensor) for name in self.spans if (tensor := getattr(self, name)) is not None]
 
     def _changed(self, made: Mapping[str, Any]) -> QuantizedWeight:
-        """Return the weight with the tensors in `made` replaced."""
+        """Return a copy of the weight in which the values in `made` replace the fields of the same names."""
         weight: Any = self
         kind: Any = type(weight)
         found: QuantizedWeight = kind(**{each.name: made.get(each.name, getattr(weight, each.name)) for each in fields(weight)})
@@ -106,7 +106,7 @@ def _joined(parts: Sequence[QuantizedWeight], name: str) -> Tensor:
 
 
 def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight with the rows of all parts, in order. Merged parts are linear layers of the same input.
+    """Return one weight with the rows of all parts, in order. The parts are weights of linear layers with the same input.
 
     :raises ModelError: if formats or group sizes differ.
     """
@@ -239,7 +239,7 @@ class Int4Weight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float4Weight(QuantizedWeight):
-    """FP4 (e2m1) weight with a power-of-two scale per row and 32 columns (MXFP4)."""
+    """FP4 (e2m1) weight with one power-of-two scale per row and group of 32 columns (MXFP4)."""
 
     kind = "mxfp4"
     packed: Tensor
@@ -319,7 +319,8 @@ class WeightFormat:
         return cls(weight.kind, MX_GROUP if isinstance(weight, Float4Weight) else None)
 
     def sample(self, rows: int, columns: int) -> QuantizedWeight | None:
-        """Return a weight of this format on torch's device `meta`, for shape rules, or None if the format has no class here."""
+        """Return a weight of this format on torch's device `meta`, for checks of shapes, or None if this module has no class for
+        the format."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -351,7 +352,7 @@ def rewrite(old: Any, new: Any, kernel: str) -> None:
 
     Both are results of a kernel's `prepare`. Tensors are found in tuples, lists, mappings and fields of objects.
 
-    :raises ConfigError: if they differ in anything other than the elements of tensors.
+    :raises ConfigError: if `old` and `new` differ in anything other than the elements of tensors.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     if not _pair(old, new, pairs, set()):

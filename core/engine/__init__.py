@@ -1,1 +1,1 @@
-"""The engine: requests in, tokens out, over one paged pool."""
+"""The engine, which turns requests into tokens, with one paged KV cache pool for all requests."""

@@ -62,12 +62,13 @@ class _LaunchedStep(NamedTuple):
 
 
 class EngineLoop:
-    """Continuous batching over one executor: call `step` while `has_unfinished`. Only one thread at a time may call its methods.
+    """Continuous batching over one executor: call `step` while `has_unfinished` is True. Only one thread at a time may call its
+    methods.
 
-    With config.async_scheduling, a step is launched before the previous one is read, so the host works while the device does.
+    With `config.async_scheduling`, a step is launched before the previous step is read, so the host works while the device does.
     Tokens then arrive one call later, and a token sampled past the end of a sequence is dropped. With speculative decoding, a
-    step is read before the next is launched, because drafts need tokens that the host has seen; the client's work on the tokens
-    still overlaps with the next step.
+    step is read before the next step is launched, because drafts need tokens that the host has read. The client's work on the
+    tokens still overlaps with the next step.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class EngineLoop:
         drafting: Drafting | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """config: result of `for_device`. drafting: proposer of drafts; it does not change outputs. now: clock, in seconds."""
+        """config: result of `for_device`. drafting: proposer of drafts, which does not change outputs, or None. now: clock, in
+        seconds."""
         self.config = config
         self.limits = limits
         self.capacity = executor.capacity
@@ -135,8 +137,10 @@ class EngineLoop:
 
     def add_request(self, request_id: str, request: CheckedRequest) -> None:
         """Queue a request, whose n completions arrive as deltas from `step`. request: result of `limits.checked`.
-        :raises ConfigError: if the engine sleeps, the id belongs to an unfinished request, the parameters name a plugin that this
-            process lacks, or the request's adapter cannot be used."""
+
+        :raises ConfigError: if the engine is asleep, the id belongs to an unfinished request, or the parameters name a plugin
+        that this process lacks. Also if the request's adapter cannot be used.
+        """
         if self.asleep:
             raise ConfigError("the engine", "to be awake", f"one whose {' and '.join(self.asleep)} sleep", "wake_up() wakes it")
         if request_id in self._live:
@@ -174,7 +178,8 @@ class EngineLoop:
         return self.adapters
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or only its completion `index`, without a delta, and free the pages. Unknown requests are ignored."""
+        """End a request, or only its completion `index`, without returning a delta, and free its pages. Unknown requests are
+        ignored."""
         ended = [seq for seq in self._live.get(request_id, ()) if index in (None, seq.index)]
         for seq in ended:
             seq.finish("abort")
@@ -195,8 +200,11 @@ class EngineLoop:
         self.blocks.forget_prefixes(everywhere)
 
     def sleep(self, lost: Items[Tensor] = ()) -> None:
-        """Free the memory of weights and cache until `wake`, and forget cached prompts. lost: see `LocalExecutor.sleep`.
-        :raises ConfigError: if a request is unfinished, or the engine has several ranks."""
+        """Free the memory of weights and cache until `wake` is called, and forget cached prompts. lost: see
+        `LocalExecutor.sleep`.
+
+        :raises ConfigError: if a request is unfinished, or the engine has several ranks.
+        """
         if self.has_unfinished:
             need, hint = "an engine without requests", "let them end, or abort them"
             raise ConfigError("sleep", need, f"{len(self._live)} unfinished ones", hint)
@@ -213,11 +221,13 @@ class EngineLoop:
             self.asleep = tuple(each for each in self.asleep if each != part)
 
     def step(self) -> list[OutputDelta]:
-        """Launch the next step and read the previous one, or the launched one without async_scheduling.
+        """Launch the next step, and read the previous step or, without async_scheduling, the launched step.
 
-        Returns deltas for completions that got a token or failed. If a backend raises, the completions of its step end with
-        finish_reason "error" and the reason in `error`; other completions continue.
-        :raises ExecutorLostError: if no further step can run."""
+        Returns deltas for completions that got a token or failed. If a backend raises an error, the completions of its step end
+        with finish_reason "error" and the reason in `error`. Other completions continue.
+
+        :raises ExecutorLostError: if no further step can run.
+        """
         self.clock.begin_step()
         drafting = self.scheduler.drafting  # Drafts need tokens that have been read
         self._read_until(1 if drafting is None or drafting.rests else 0)  # only an interrupt leaves more than one
@@ -278,7 +288,8 @@ class EngineLoop:
         self._read_until(0)
 
     def _read_until(self, left: int) -> Exception | None:
-        """Read the oldest launched steps until `left` remain; an interrupt loses none. Returns a failed step's error, or None."""
+        """Read the oldest launched steps until `left` steps remain. An interrupt loses no step. Returns the error of a failed
+        step, or None."""
         fault: Exception | None = None
         while len(self._in_flight) > left:
             fault = self._read(self._in_flight[0]) or fault
@@ -287,7 +298,7 @@ class EngineLoop:
         return fault
 
     def _read(self, step: _LaunchedStep) -> Exception | None:
-        """Wait for a step's tokens and append them to the sequences that sample. Returns the step's error, or None."""
+        """Wait for a step's tokens and append them to the step's sampling sequences. Returns the step's error, or None."""
         self.clock.enter("wait")
         try:
             sampled = step.handle.wait()
@@ -309,7 +320,8 @@ class EngineLoop:
         return None
 
     def _recover(self, step: list[ScheduledSequence], error: Exception, fault: Exception | None) -> None:
-        """End the sequences of a failed step, or retry with smaller steps if memory ran out. fault: the previous step's error."""
+        """End the sequences of a failed step, or retry with smaller steps if memory ran out. fault: error of the previous step,
+        or None."""
         smaller = None if fault else smaller_budget(step, error, self.config.enable_chunked_prefill)
         if smaller is None:
             self._fail([scheduled.seq for scheduled in step], fault or error)
@@ -399,7 +411,7 @@ class Occupancy(NamedTuple):
     holdings: tuple[Holding, ...]
     """Page counts of the sequences in order of their start, at most as many as requested."""
     num_holding: int
-    """Number of sequences that reference pages, whether or not `holdings` lists them."""
+    """Number of sequences that reference pages, including sequences that `holdings` does not list."""
     num_decoding: int
     """Number of sequences whose prompt has been computed."""
     num_decoding_tokens: int
@@ -407,7 +419,8 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
-    """Return an engine's occupancy, in 1 us per sequence and 30 ns per cached page. most: maximum length of `holdings`."""
+    """Return an engine's occupancy. This takes about 1 us per sequence and 30 ns per cached page. most: maximum length of
+    `holdings`."""
     scheduler = engine.scheduler
     holders = scheduler.holders
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
@@ -446,7 +459,7 @@ class EngineParts:
     model: Model
     source: Kernels
     layers: LayerSpecs | None = None
-    """Specs of the model's layers. None means specs made from config.kv_cache_dtype, with scales of 1."""
+    """Specs of the model's layers. None means that the specs are made from config.kv_cache_dtype, with scales of 1."""
     config: EngineConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
     sampling: SamplingOps = TORCH_SAMPLING
@@ -455,11 +468,11 @@ class EngineParts:
     proposer: Proposer | None = None
     """Proposer of draft tokens. It changes the speed but not the output. None means no speculation."""
     measured: bool = True
-    """True to verify drafts only if measured step times show a gain; False to verify all."""
+    """True to verify drafts only if measured step times show a gain, False to verify all drafts."""
     compile_ahead: CompileAhead | None = None
     hosts: HostRows | None = None
     weights: str = ""
-    """Digest that identifies the weights in the folder of cached blocks on disk."""
+    """Digest that identifies the model's weights in the disk folder of cached pages."""
     ranks: Ranks = ONE_RANK
     processes: RankProcesses | None = None
     """Processes of ranks 1 and above. None with one rank. This process is rank 0."""

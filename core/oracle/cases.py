@@ -1,8 +1,8 @@
 """Batches described by text such as `2q512_1q64s1k_32q1s4k`, for tests and benchmarks, each with its float64 reference.
 
-A case is groups joined by "_". A group is [count]q<query_len>[s<kv_len>]; "k" is 1024. kv_len counts cached and new tokens
-and defaults to query_len (a prompt without context). `8q1s1k` is eight sequences that decode at length 1024. The grammar is
-vLLM's batch-spec grammar (vllm-project/vllm#26835).
+The text consists of groups joined by "_". A group is [count]q<query_len>[s<kv_len>], where "k" after a length multiplies it by
+1024. kv_len counts cached and new tokens. It defaults to query_len (a prompt without context). `8q1s1k` means eight sequences
+that decode at length 1024. The grammar is vLLM's batch-spec grammar (vllm-project/vllm#26835).
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from headway.core.oracle.oracle import attend
 from headway.core.oracle.steps import fill
 
 _MOST_SEQUENCES = 1 << 20
-"""Maximum number of sequences in a case, far above any step's: a longer list would take minutes, or all memory."""
+"""Maximum number of sequences in a case. This is far more than any step has; a longer list would take minutes, or all memory."""
 _MOST_TOKENS = 1 << 40
 _BLOCK_BYTES = 200
-"""Host memory in bytes per block number while a case is created, in Python lists and in tensors."""
+"""Host memory in bytes that each block number takes while a case is created, in Python lists and in tensors."""
 _GROUP = re.compile(r"(\d+)?q(\d+)(k)?(?:s(\d+)(k)?)?")
 
 
 def parse_case(text: str, decode_query_len: int = 1) -> list[tuple[int, int]]:
-    """Parse a case's text. Return (query_len, kv_len) of each sequence, decodes last.
-    :raises ConfigError: if the text does not match the grammar, or a kv_len is shorter than its query_len."""
+    """Parse a case's text. Returns (query_len, kv_len) of each sequence, with sequences that decode last.
+
+    :raises ConfigError: if the text does not match the grammar, or a kv_len is less than its query_len.
+    """
     lens: list[tuple[int, int]] = []
     for group in text.split("_"):
         match = _GROUP.fullmatch(group)
@@ -85,10 +87,13 @@ def make_case(
 ) -> Case:
     """Return a case with random q, k, v and context in shuffled blocks. The layout's writer writes the context, then the new
     tokens.
-    poison: value of every slot without a token, in partly used blocks and in `spare_blocks` unused ones (NaN reveals stray
-        reads).
+
+    poison: value of every slot without a token, in partly used blocks and in `spare_blocks` unused blocks (NaN reveals stray
+    reads), or None.
     padding_rows: number of rows of length 0 with slot -1 at the end, like a CUDA graph's unused rows.
-    scores: regime of the scores, one of `cells.SCORES`. With `normal`, queries have the keys' distribution at any scale."""
+    scores: regime of the scores, one of `cells.SCORES`. With `normal`, queries have the same distribution as keys, whatever the
+    layer's scale.
+    """
     check_room(lens, spec, block_size)
     generator = torch.Generator().manual_seed(seed)
     query_lens = [q for q, _ in lens] + [1] * padding_rows
@@ -134,8 +139,10 @@ def make_case(
 
 
 def check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size: int) -> None:
-    """Refuse a case that needs more than the host's memory, before the system kills the process.
-    :raises MemoryError: if there is too little memory; the error names the amount needed."""
+    """Check that a case fits in the host's memory. Otherwise the system might kill the process.
+
+    :raises MemoryError: if there is too little memory. The error names the amount needed.
+    """
     blocks, new = sum(-(-kv_len // block_size) for _, kv_len in lens), sum(query_len for query_len, _ in lens)
     needed = blocks * _BLOCK_BYTES
     if spec.device.type == "cpu":
@@ -172,9 +179,11 @@ def reference_with_lse(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def run_backend(backend: AttentionBackend, case: Case, lse: Tensor | None = None) -> Tensor:
-    """Return a backend's output for the step, called as the engine does. The output is first filled with NaN, which reveals
-    missed rows.
-    lse: float32 [num_heads, num_tokens], which receives the log-sum-exp if the backend supports it."""
+    """Return a backend's output for the step, with the backend called as in the engine. The output is first filled with NaN,
+    which reveals missed rows.
+
+    lse: float32 [num_heads, num_tokens], which receives the log-sum-exp if the backend supports it, or None.
+    """
     metadata, n = case.metadata, case.metadata.num_prefill_tokens
     out = case.q.new_full((*case.q.shape[:2], case.spec.v_head_dim), torch.nan)
     prefill, decode = backend.prefill, backend.decode
@@ -188,7 +197,7 @@ def run_backend(backend: AttentionBackend, case: Case, lse: Tensor | None = None
 
 
 def relative_error(out: Tensor, expected: Tensor, case: Case) -> float:
-    """Return ||out - expected|| / ||expected|| over the rows that are not padding; NaN if any of their elements is NaN."""
+    """Return ||out - expected|| / ||expected|| over all rows except padding. NaN if any element of these rows is NaN."""
     lens = torch.tensor(case.metadata.query_lens)
     real = torch.repeat_interleave(torch.tensor(case.metadata.kv_lens) > 0, lens).to(out.device)
     return float((out[real].double() - expected[real]).norm() / expected[real].norm())

@@ -18,7 +18,8 @@ from headway.core.contract.support import Support
 AXES = ("layout", "memory", "block_size", "head_dim", "group", "dtype", "feature")
 """Axes of a layer and its cache, in the order of a cell's name."""
 INPUTS = ("kv_heads", "scale", "scores", "work", "layer")
-"""Axes that a backend cannot refuse, because any model or step may have any value. Cell names omit their plain values."""
+"""Axes that a backend cannot refuse, because any value may occur in a model or a step. A cell's name lists their values only if
+they differ from the plain values."""
 PHASES: dict[str, frozenset[Phase]] = {
     "prefill": frozenset({Phase.PREFILL}),
     "extend": frozenset({Phase.EXTEND}),
@@ -27,56 +28,83 @@ PHASES: dict[str, frozenset[Phase]] = {
     "verify": frozenset({Phase.DECODE}),
     "ragged": frozenset({Phase.DECODE}),
 }
-"""Name of a kind of step -> phases that a backend must support to run it."""
+"""Kind of step -> phases that a backend must support to run such a step."""
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
-"""Window sizes in keys: a prime, so no tile or block ends with the window; only the query; one block; a real model's."""
+"""Feature -> window size in keys. The sizes are a prime (so that no tile or block ends with the window), only the query's own
+key, one block, and the window of a real model."""
 MODEL_WINDOWS = {"window-128": 128, "window-512": 512, "window-2047": 2047, "window-4096": 4096}
-"""Further window sizes of real models (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2), each tested with longer sequences."""
+"""Feature -> window size in keys of further real models (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2). Each window is tested
+with longer sequences."""
 MODEL_SOFTCAPS = {"softcap-30": 30.0, "softcap-50": 50.0}
-"""Soft-caps of real models, each tested with scores that reach the cap."""
+"""Feature -> soft-cap of real models. Each soft-cap is tested with scores that reach the cap."""
 BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
-"""Feature of a layer that is not causal -> its window. None means no window."""
+"""Feature of a layer that is not causal -> window size in keys. None means no window."""
 FEATURES = (
     *("none", *WINDOWS, *MODEL_WINDOWS, "softcap", *MODEL_SOFTCAPS, "alibi", "sinks", "together"),
     *("fp8", "fp8-together", "int8", "int8-together"),
     *("v_head_dim", "longer_v", "latent", *BIDIRECTIONAL),
 )
-"""Features of a layer. together: all features that the backend claims, in one layer; fp8, int8: dtype of the cache;
-fp8-together, int8-together: every feature with such a cache; v_head_dim, longer_v: values shorter and longer than keys;
-latent: values are part of keys; bidirectional: queries see later keys, all or within a window."""
+"""Features of a layer.
+
+- together: all features that the backend claims, in one layer.
+- fp8, int8: dtype of the cache.
+- fp8-together, int8-together: all claimed features, with such a cache.
+- v_head_dim, longer_v: values shorter or longer than keys.
+- latent: values are part of keys.
+- bidirectional: queries see later keys, either all of them or those within a window.
+"""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
-"""Memory of a cache. own: allocated by the layout; packed: K and V of a block adjacent in foreign memory; interleaved: K and V of
-a head adjacent, so that no block is contiguous; spaced: every other block is foreign, in any layout; far: slots above 32,768
-and elements above 2**31, which overflow 16-bit and 32-bit indexes."""
+"""Kinds of memory for a cache.
+
+- own: allocated by the layout.
+- packed: K and V of a block are adjacent in foreign memory.
+- interleaved: K and V of a head are adjacent, so that no block is contiguous.
+- spaced: every other block is foreign, in any layout.
+- far: slots above 32,768 and elements above 2**31, which overflow 16-bit and 32-bit indexes.
+"""
 KV_HEADS = (2, 1, 3, 8, 32)
 SCALES = {"odd": 0.0, "one": 1.0, "large": 4.0}
-"""Factors of the scores. odd: 1.37 * head_dim ** -0.5, which reveals a backend that assumes its own scale. Queries are drawn so
-that scores have the same size at any scale."""
+"""Name -> factor of the scores. odd: 0.0 means 1.37 * head_dim ** -0.5, which reveals a backend that assumes a fixed scale.
+Queries are drawn so that scores have the same size at any scale."""
 USUAL_SCALE = "usual"
 """The scale head_dim ** -0.5, for backends that accept no other scale."""
 SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean", "uneven")
-"""Regimes of the scores. high, low: every score near +200 or -200, whose exponential overflows or underflows float32; equal: all
-keys have the same weight; dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 in turn; mean:
-values far from zero; uneven: queries and heads alternate among normal scores, scores near +100, scores near -100, equal
-scores, and one dominant key."""
+"""Regimes of the scores.
+
+- high, low: every score is near +200 or -200, and its exponential overflows or underflows float32.
+- equal: all keys have the same weight.
+- dominant: one key in 61 outweighs the others.
+- alternating: scores alternate between +30 and -30.
+- mean: values are far from zero.
+- uneven: queries and heads alternate among normal scores, scores near +100, scores near -100, equal scores, and one dominant key.
+"""
 NEEDLE = "needle"
-"""Regime of scores for long sequences only: one key's score is 10 above all other scores, which are equal."""
+"""Regime of the scores for long sequences only: the score of one key is 10 above the scores of all other keys, which are
+equal."""
 WORKS = ("edges", "many", "again", "tables", "deep", "level")
-"""Lengths of the steps. edges: lengths around the ends of blocks; many: 65 sequences, then 300; again: the previous step's
-lengths over other blocks, all of them or the last of each sequence; tables: more than 128 blocks per sequence, in a slice of a
-wider table; deep: up to 16,384 tokens; level: sequences of one length after different contexts. In many and again block 0 is
-in use, as in an engine."""
+"""Kinds of sequence lengths in the steps of a cell.
+
+- edges: lengths around the ends of blocks.
+- many: 65 sequences, then 300.
+- again: the same lengths as in the previous step with different blocks, either all blocks or the last block of each sequence.
+- tables: more than 128 blocks per sequence, in a slice of a wider table.
+- deep: up to 16,384 tokens.
+- level: sequences of equal length after different contexts.
+
+With many and again, block 0 is in use, as in an engine.
+"""
 FEW = "few"
-"""`work` value only for layers with many query heads: three or four sequences of up to 133 tokens."""
+"""Kind of sequence lengths (axis `work`) that is used only for layers with many query heads: three or four sequences of up to 133
+tokens."""
 EXPANDED = "-expanded"
-"""Suffix of a latent layer's index in a cell for its prompts, which have separate keys and values."""
+"""Suffix of a latent layer's index in a cell's name. It marks the layer's prompts, which have separate keys and values."""
 OWN_SCALE = "own"
-"""Value of the axis `scale` for a model's layer, which has its own scale."""
+"""Value of the axis `scale` for a model's layer, which uses the scale of its spec."""
 SCALE = 1.37
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
 CACHE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Feature that sets the cache's dtype -> that dtype."""
+"""Feature that sets the cache's dtype -> dtype of the cache."""
 
 
 def one_of(values: Iterable[object]) -> str:
@@ -86,12 +114,12 @@ def one_of(values: Iterable[object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KitCell:
-    """Check of a kernel at one value of each axis of the kernel's kind of operation."""
+    """Check of a kernel at one value of each axis that the kernel's operation has."""
 
     mark: ClassVar[str] = ""
-    """Second part of a cell's name, which identifies its kind. Empty if the name has no such part."""
+    """Second part of a cell's name, which identifies the cell's kind. Empty if cells of this class have no such part."""
     prefixes: ClassVar[Mapping[str, str]] = {}
-    """Axis -> prefix of its value in a cell's name."""
+    """Axis -> prefix of the axis's value in a cell's name."""
     inputs: ClassVar[tuple[str, ...]] = ()
     """Axes at the end of a cell's name, such as `kv_heads=8`, which appear only if their values are not the plain values."""
     known: ClassVar[Mapping[str, str]] = {}
@@ -135,7 +163,7 @@ class KitCell:
         return self.having({"check": check, "about": about, **changes})
 
     def having(self, values: Mapping[str, Any]) -> Self:
-        """Return the cell with changed values of some axes."""
+        """Return a copy of the cell with different values of some axes."""
         return replace(self, **values)
 
     @property
@@ -174,7 +202,7 @@ class CheckCell(KitCell):
     """Further distinction between cells of one check: the axis of a refusal, or an option's name."""
     kv_heads: int = 2
     scale: str = "odd"
-    """Name in SCALES of the scores' factor, or USUAL_SCALE or OWN_SCALE."""
+    """Factor of the scores: a name in SCALES, or USUAL_SCALE or OWN_SCALE."""
     scores: str = "normal"
     """Regime of the scores: one of SCORES, or NEEDLE."""
     work: str = "edges"
@@ -193,7 +221,8 @@ PLAIN_INPUTS: dict[str, str | int] = {name: getattr(CheckCell("answer"), name) f
 
 
 def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_head_dim: int = 0) -> AttentionSpec:
-    """Return the spec of a cell's layer. claims: Capabilities.features, for "together". v_head_dim: 0 means the default."""
+    """Return the spec of a cell's layer. claims: features in the backend's `Capabilities`, used by the feature "together".
+    v_head_dim: 0 means the default."""
     latent, head_dim = cell.feature == "latent", cell.head_dim
     kv_heads = 1 if latent else cell.kv_heads
     heads = cell.group * kv_heads
@@ -258,7 +287,8 @@ class Finding(Exception):
     """Violation of the contract by the backend, layout or option under test."""
 
     def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
-        """what: expected and found behaviour. guess: likely cause. error: relative error, compared with the tolerance."""
+        """what: expected behaviour and actual behaviour. guess: likely cause. error: relative error, compared with
+        `tolerance`."""
         super().__init__(what)
         self.guess = guess
         self.error = error
@@ -270,13 +300,13 @@ class Skipped(Exception):
 
     @classmethod
     def refused(cls, support: Support) -> Skipped:
-        """Return a skip with the backend's reasons."""
+        """Return a `Skipped` with the backend's reasons for its refusal."""
         return cls(str(support).removeprefix("no: "))
 
 
 @contextmanager
 def placed(where: str) -> Iterator[None]:
-    """Prefix the text of findings raised in the context with their location, such as a step's number."""
+    """Prefix the text of findings raised in the context with a location, such as the number of a step."""
     try:
         yield
     except Finding as finding:
@@ -285,7 +315,8 @@ def placed(where: str) -> Iterator[None]:
 
 
 def check_refusal(support: Support, need: str = "a refusal says what was looked at, what is needed and what was got") -> None:
-    """Check that a refusal's reasons are complete. :raises Finding: if a reason lacks what was checked, needed or got."""
+    """Check that a refusal's reasons are complete. :raises Finding: if a reason does not say what was checked, what is needed, or
+    what was given."""
     for reason in support.reasons:
         if not (reason.what and reason.need and reason.got):
             raise Finding(f"{need}: {reason!r}")

@@ -1,7 +1,8 @@
 """Inputs of the conformance kit: tensors, lengths of sequences, and their assignment to layers.
 
-No backend can refuse an input: a model may have any number of kv heads and any scale, and a step any scores and lengths. So each
-layer of the covering set gets one value of every input, assigned so that all pairs of values occur in every phase.
+No backend can refuse an input, because a model may have any number of KV heads and any scale, and a step may have any scores and
+lengths. So each layer of the covering set gets one value of every input. The values are assigned so that all pairs of values
+occur in every phase.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from headway.core.oracle.cells import (
 from headway.core.oracle.steps import TABLE_BLOCKS, Lens, first_step, second_step
 
 _KEY = 4.0
-"""First element of a lifted key: exact in every dtype, including 8-bit caches."""
+"""First element of a lifted key. The value is exact in every dtype, including the dtypes of 8-bit caches."""
 _LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0, "uneven": 100.0, NEEDLE: 10.0}
 """Regime -> amount added to the scores of lifted keys."""
 _KINDS, _PEAKED = 5, 8.0
-"""Number of kinds of rows in uneven scores; factor of scores for a row with one dominant key."""
+"""Number of kinds of query rows in uneven scores, and factor of the queries in rows with one dominant key."""
 _NEEDLE_AT = 7
 _MEAN = 100.0
 _MEAN_8_BITS = 10.0
@@ -47,17 +48,18 @@ _BEYOND = 1.5
 _SHORT = 40
 """Maximum number of cached tokens of a short sequence."""
 _ROUNDINGS = 64
-"""Roundings of a lifted score, each of half a unit in the last place, that a correct sum over head_dim elements may accumulate.
-"""
+"""Number of roundings, each of half a unit in the last place of a lifted score, that a correct sum over head_dim elements may
+accumulate."""
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
-"""Maximum work (multiplications and moved elements) per cell, whole and quick kit: about 1 to 2 s and 0.5 s on one core."""
+"""Maximum work per cell (number of multiplications and moved elements) in the whole kit and in the quick kit. On one core, this
+takes about 1 to 2 s and 0.5 s."""
 _SEQUENCE_WORK = 3e4
-"""Work added for checking each sequence, regardless of its length."""
+"""Work added for each sequence that is checked, regardless of its length."""
 _PRICE = 7.0
-"""Number of new pairs of values that justifies the largest cell's time."""
+"""Number of new pairs of values that justifies the time of a cell with the maximum work."""
 PLAIN_BLOCK_SIZE = 16
 _WIDEST_FAR = 256
-"""Maximum number of elements of a token's key in far memory."""
+"""Maximum number of key elements per token, over all KV heads, in far memory."""
 _VALUES: dict[str, tuple[str | int, ...]] = {"work": WORKS, "kv_heads": KV_HEADS, "scores": SCORES, "scale": tuple(SCALES)}
 
 
@@ -109,7 +111,8 @@ class Numbers:
 
     @property
     def is_sensitive(self) -> bool:
-        """True if the regime can reveal errors: not if a soft-cap saturates or a sink has all the weight."""
+        """True if the regime can reveal errors. False if scores of this regime saturate a soft-cap, or give a sink all the
+        weight."""
         return self.scores not in ("high", "low") or not {"softcap", "sinks"} & self.spec.features
 
     @property
@@ -119,7 +122,7 @@ class Numbers:
 
     @property
     def slack(self) -> float:
-        """Relative error, in addition to the declared tolerance, that rounding lifted scores to float32 may cause."""
+        """Relative error that rounding lifted scores to float32 may cause, in addition to the declared tolerance."""
         return _ROUNDINGS * abs(self.lift) * 2.0**-24
 
     def _lifted(self, positions: Tensor) -> Tensor:
@@ -133,7 +136,8 @@ class Numbers:
 
 @cache
 def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
-    """Return the lengths of each step of a kind of work, in a phase (a name in cells.PHASES). Empty if there are none."""
+    """Return the lengths of each step. work: kind of sequence lengths. phase: name in cells.PHASES. Empty if the kind has no
+    steps in the phase."""
     first = first_step(phase, block_size)
     if work == "edges":
         # Ragged: then the same number of short ones, which leftovers of longer steps must not affect, and only padding rows.
@@ -163,7 +167,8 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
 
 
 def _few(phase: str, block_size: int) -> Lens:
-    """Return the lengths of three or four sequences: short, around the end of a block, and three tiles of 64 keys long."""
+    """Return the lengths of three or four sequences. They include short sequences, sequences that end near the end of a block,
+    and a sequence of three tiles of 64 keys."""
     b = block_size
     kinds: dict[str, Lens] = {
         "prefill": [(1, 0, 0), (b + 1, 0, 0), (37, 0, 0)],
@@ -176,7 +181,7 @@ def _few(phase: str, block_size: int) -> Lens:
 
 
 def _level(phase: str, length: int) -> Lens:
-    """Return the lengths of sequences of equal length, whose new tokens follow contexts of different lengths."""
+    """Return the lengths of sequences with equal total length, whose new tokens follow contexts of different lengths."""
     kinds: dict[str, Lens] = {
         "prefill": [(length, 0, 0)] * 3,
         "extend": [(count, length - count, 0) for count in (length - 1, 2, 9, 5)],
@@ -206,7 +211,7 @@ def _many(phase: str, count: int) -> Lens:
 
 
 def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
-    """Return whether a cell's layer and inputs need little enough time, and give answers that rounding does not dominate."""
+    """Return whether a cell's layer and inputs take at most `most_work`, and give results that rounding does not dominate."""
     steps = steps_of(*_place(cell))
     if not steps:
         return False
@@ -244,7 +249,8 @@ def _place(cell: CheckCell) -> tuple[str, str, int]:
 
 
 def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
-    """Return whether the inputs hide a window: no sequence of `many` exceeds it, or every query sees the dominant key."""
+    """Return whether the inputs hide errors in a window, because no sequence of `many` exceeds the window or every query sees a
+    dominant key."""
     window = (WINDOWS | MODEL_WINDOWS | BIDIRECTIONAL).get(cell.feature)
     if window is None:
         return False
@@ -260,14 +266,15 @@ def _work(cell: CheckCell, kv_width: int, steps: Sequence[Lens]) -> float:
 
 
 def _dealt_inputs(cell: CheckCell) -> tuple[str, ...]:
-    """Return the inputs that the kit chooses: a model's layer has its own heads and scale."""
+    """Return the names of the inputs that the kit chooses. For a model's layer, the numbers of heads and the scale are given."""
     return ("work", "scores") if cell.layer else tuple(_VALUES)
 
 
 def deal(
     cells: Iterable[CheckCell], most_work: float = MOST_WORK, accepts: Callable[[CheckCell], bool] = lambda cell: True
 ) -> list[CheckCell]:
-    """Return the cells, each with a value for every input: the accepted value with the most new pairs with other values."""
+    """Return the cells, each with a value for every input. The kit chooses accepted values that form the most new pairs with
+    other values, relative to their time."""
     met: set[tuple[object, ...]] = set()
     return [_dealt(cell, met, most_work, accepts) for cell in cells]
 
@@ -289,18 +296,19 @@ def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float, acce
 
 
 def _loss(cell: CheckCell, most_work: float) -> float:
-    """Return the number of pairs that a cell must add to justify its time."""
+    """Return the number of new pairs that a cell must add to justify its time."""
     return _PRICE * _work(cell, _kv_width(cell), steps_of(*_place(cell))) / most_work
 
 
 def _gain(cell: CheckCell, name: str, met: set[tuple[object, ...]]) -> int:
-    """Return the number of new pairs from a cell's value of one input. A value that is new in the phase counts most."""
+    """Return the number of new pairs that a cell's value of one input adds. A value that is new in the phase counts as 100
+    additional pairs."""
     pairs = _pairs(cell, name)
     return len(pairs - met) + (100 if (cell.phase, name, getattr(cell, name)) not in met else 0)
 
 
 def _pairs(cell: CheckCell, name: str) -> set[tuple[object, ...]]:
-    """Return an input's value in the phase, also paired with each axis and each other input."""
+    """Return an input's value in the phase, and its pairs with the values of each axis and of each other input."""
     value = cell.phase, name, getattr(cell, name)
     others: Sequence[str] = (*AXES, *(other for other in INPUTS if other != name))
     return {value, *((*value, other, getattr(cell, other)) for other in others)}

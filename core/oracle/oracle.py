@@ -1,4 +1,4 @@
-"""float64 attention of one sequence: the reference for every backend, sharing no code with any of them."""
+"""float64 attention of one sequence. This is the reference for every backend, and shares no code with any of them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def attend(spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: 
 
 
 def _per_head(spec: AttentionSpec, values: Sequence[float] | None, device: torch.device) -> Tensor | None:
-    """Return one number per query head, float64 [num_kv_heads, group_size, 1, 1], or None."""
+    """Return the values, one number per query head, as a float64 tensor [num_kv_heads, group_size, 1, 1], or None if there are
+    none."""
     if values is None:
         return None
     return torch.tensor(values, dtype=torch.float64, device=device).view(spec.num_kv_heads, spec.group_size, 1, 1)

@@ -27,8 +27,8 @@ from headway.core.contract.state import (
 from headway.core.oracle.cells import Finding
 
 REGIMES = ("mild", "strong", "faint")
-"""Regimes of a step's values. strong: one decay in five erases the state, other decays erase almost nothing. faint: one gate in
-three is saturated, some tokens are zero, and keys and queries of the first key head are nearly zero."""
+"""Regimes of a step's values. strong: one decay in five erases the state, and other decays erase almost nothing. faint: one gate
+in three is saturated, some tokens are zero, and keys and queries of the first key head are nearly zero."""
 MILD, STRONG, FAINT = REGIMES
 
 
@@ -63,16 +63,20 @@ def make_state_case(
 ) -> StateCase:
     """Return a case with random numbers in every slot, as if used by earlier sequences, and shuffled slots for each sequence.
 
-    Half of the unused slots, and of the slots of sequences without a context, are NaN, which reveals stray reads. The other half
-    are random numbers, which reveal reads that mask NaN.
+    Half of the unused slots, and half of the slots of sequences without a context, contain NaN, which reveals stray reads. The
+    other half contain random numbers, which reveal reads that mask NaN.
 
     lens: (query_len, kv_len) of each sequence, prompts and extensions first. A sequence with a context and at most 8 new tokens
-        decodes, and has a slot for each of its tokens. padding_rows: rows without slots at the end, like a CUDA graph's unused
-        rows. checkpoints: True for checkpoints at every multiple of CHECKPOINT_TOKENS of every prompt; at every second multiple
-        without in_place. in_place: True if the first slot written is the slot read. strided: True to slice x and gates from wider
-        tensors. in_order: True for consecutive slots, as in an engine that has just started. decodes: False if short sequences
-        with a context are extensions too. regime: one of REGIMES. draw_on: device that draws the numbers; a GPU is faster than
-        the CPU and draws different numbers.
+    decodes, and has a slot for each of its tokens.
+    padding_rows: number of rows without slots at the end, like a CUDA graph's unused rows.
+    checkpoints: True for checkpoints at every multiple of CHECKPOINT_TOKENS in every prompt; if `in_place` is False, at every
+    second multiple.
+    in_place: True if the first slot that a sequence writes is the slot that it reads.
+    strided: True to slice x and gates from wider tensors.
+    in_order: True for consecutive slots, as in an engine that has just started.
+    decodes: False to treat short sequences with a context as extensions too.
+    regime: one of REGIMES.
+    draw_on: device that draws the numbers. A GPU is faster than the CPU, but draws different numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = generator if draw_on is None else torch.Generator(draw_on).manual_seed(seed)
@@ -113,7 +117,7 @@ def make_state_case(
 
 
 def apply_regime(regime: str, case: StateCase) -> StateCase:
-    """Return the case with inputs and parameters changed to those of a regime; tensors are changed in place."""
+    """Return the case with the inputs and parameters of a regime. Tensors may be changed in place."""
     if regime == STRONG and case.gates:
         case.gates[0].copy_(torch.where(_some(case.gates[0], 5), 300.0, -8.0))
     elif regime == STRONG and case.spec.kind == LIGHTNING:
@@ -137,7 +141,7 @@ def _some(like: Tensor, one_in: int, seed: int = 1) -> Tensor:
 
 
 def _first_key_head(spec: StateSpec) -> list[slice]:
-    """Return the channel ranges of q and k (or of B and C) in the first key head."""
+    """Return the channel ranges of q and k in the first key head; for Mamba-2, the ranges of B and C."""
     if spec.kind in (CONV, MAMBA1):
         return []
     first, keys = spec.num_heads * spec.value_dim if spec.kind == MAMBA2 else 0, spec.num_key_heads * spec.key_dim
@@ -181,7 +185,7 @@ def random_inputs(spec: StateSpec, num_tokens: int, generator: torch.Generator, 
 
 
 def gate_shapes(spec: StateSpec) -> list[tuple[int, ...]]:
-    """Return the shape of one token's row in each gate of the spec's kind."""
+    """Return, for each gate of the spec's kind, the shape of one token's row."""
     heads, keys = spec.num_heads, spec.key_dim
     shapes: dict[str, list[tuple[int, ...]]] = {
         GATED_DELTA: [(heads,), (heads,)],
@@ -223,7 +227,7 @@ def run_states(backend: StateBackend, case: StateCase) -> Tensor:
 
 
 def run_layers(scans: StateBackend, steps: StateBackend, layers: Sequence[StateCase]) -> list[Tensor]:
-    """Return each layer's output of one step, run as in the engine: planned once, with the first layer's metadata for all
+    """Return each layer's output of one step. As in the engine, the step is planned once, with the first layer's metadata for all
     layers.
 
     The outputs are first filled with NaN, which reveals missed rows. Their rows are slices of wider rows, as in a fused

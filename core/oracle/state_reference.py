@@ -44,7 +44,7 @@ class TokenOperands:
     """Operands with which one token updates the state of each head, in float64; axes of sequences come first."""
 
     decay: Tensor
-    """[..., num_heads, key_dim or 1]: factor of the state before the token is added."""
+    """[..., num_heads, key_dim or 1]: factor by which the state is multiplied before the token is added."""
     key: Tensor
     """[..., num_heads, key_dim]: key of the token in each head."""
     value: Tensor
@@ -78,8 +78,10 @@ def read(
     positive: Curve = softplus,
     strength: Curve = sigmoid,
 ) -> TokenOperands:
-    """Return a token's operands, computed from its gates and from its input after the convolution.
-    positive, strength: activation functions for the gates of decay and beta."""
+    """Return a token's operands, computed from its gates and from x, its input after the convolution.
+
+    positive: activation function for the gate of the decay. strength: activation function for the gate of beta.
+    """
     if spec.kind == MAMBA1:
         return _read_mamba1(parameters, x, gates, positive)
     if spec.kind == MAMBA2:
@@ -117,7 +119,7 @@ def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]
 
 
 def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a token's output [..., num_heads, value_dim], and the state after the token."""
+    """Return the output of a token, [..., num_heads, value_dim], and the state after the token."""
     state = operands.decay[..., None] * state
     added = operands.value
     if operands.beta is not None:
@@ -128,7 +130,7 @@ def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen(state: Tensor, by: Tensor) -> Tensor:
-    """Return the value stored in a head's state for a key or query: S^T k."""
+    """Return the value that each head's state stores for a key or query: S^T k, where S is the state and k the key or query."""
     return (state * by[..., None]).sum(-2)
 
 
@@ -139,7 +141,7 @@ def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor, remembered
 
 
 def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
-    """Return a convolution's sum with the bias added and the activation applied."""
+    """Return a convolution's sum after adding the bias and applying the activation function."""
     if parameters.conv_bias is not None:
         x = x + _double(parameters.conv_bias)
     return x * sigmoid(x) if spec.activation == "silu" else x
@@ -147,12 +149,12 @@ def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rules:
-    """Functions of the definition. Each can be replaced to model a mistake."""
+    """Functions of the reference. Each function can be replaced to model a mistake of a kernel."""
 
     begin: Callable[[StateCase, int], SequenceState] = field(default=lambda case, row: begin(case, row))
-    """Function that returns the initial state of a sequence in the step."""
+    """Function that returns a sequence's state before the step."""
     before: Callable[[int, SequenceState], SequenceState] = field(default=lambda token, state: state)
-    """Function that returns the state that a new token sees, from the token's index and the state before it."""
+    """Function that returns the state that a new token sees, given the token's index and the state left by the previous token."""
     convolve: Callable[[StateSpec, StateParameters, Tensor, Tensor], tuple[Tensor, Tensor]] = convolve
     read: Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor]], TokenOperands] = read
     update: Callable[[TokenOperands, Tensor], tuple[Tensor, Tensor]] = update
@@ -164,8 +166,11 @@ RIGHT = Rules()
 def advance(
     spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState, rules: Rules = RIGHT
 ) -> Tensor:
-    """Return the output of one token, or of one token per sequence, float64 [..., out_channels], and update `state` in place.
-    x: float64 [..., input_channels]; gates: float64, one row each."""
+    """Return the output of one token, or of one token for each of several sequences, float64 [..., out_channels]. Updates `state`
+    in place.
+
+    x: float64 [..., input_channels]; gates: float64, one row per gate.
+    """
     if state.conv is not None:
         x, conv = rules.convolve(spec, parameters, x, state.conv)
         state.conv = conv
@@ -184,15 +189,17 @@ class StateAnswer:
     out: Tensor
     """float64 [num_tokens, out_channels]; NaN in the rows of padding sequences, which are not compared."""
     written: Mapping[int, SequenceState]
-    """Slot that the step writes -> expected state. All other slots must keep their bits."""
+    """Slot that the step writes -> expected state. All other slots must stay bitwise the same."""
     writers: Mapping[int, tuple[int, int]]
     """Slot -> (index of the sequence that writes it, number of the sequence's new tokens before the write)."""
 
 
 def answer(case: StateCase, rules: Rules = RIGHT, rows: Sequence[int] | None = None) -> StateAnswer:
-    """Return the expected results of the whole step, prompts and decodes. rows: indices of sequences to compute. None means all.
+    """Return the expected results of the whole step, prompts and decodes. rows: indices of the sequences to compute, or None for
+    all.
 
-    Sequences advance together, token by token, longest first, so the sequences that have tokens left are always the first ones.
+    Sequences advance together, token by token. They are sorted by length, longest first, so the sequences with remaining tokens
+    are always the first ones.
     """
     spec, step, slots = case.spec, case.metadata.step, case.metadata.slots_cpu.tolist()
     out = torch.full((step.num_tokens, spec.out_channels), torch.nan, dtype=torch.float64)
@@ -221,7 +228,7 @@ def answer(case: StateCase, rules: Rules = RIGHT, rows: Sequence[int] | None = N
 
 
 def begin(case: StateCase, row: int) -> SequenceState:
-    """Return the initial state of a sequence: zeros without a context."""
+    """Return the initial state of a sequence, which is zero for a sequence without a context."""
     step = case.metadata.step
     if step.kv_lens[row] == step.query_lens[row]:
         return SequenceState.zeros(case.spec)
@@ -238,7 +245,7 @@ def state_of(case: StateCase, slot: int) -> SequenceState:
 
 
 def targets_of(case: StateCase, row: int) -> dict[int, list[int]]:
-    """Return the number of new tokens of a sequence -> slots that receive its state after these tokens."""
+    """Return a map from number of new tokens of a sequence to the slots that receive the sequence's state after these tokens."""
     metadata, length = case.metadata, case.metadata.step.query_lens[row]
     slots = [int(slot) for slot in metadata.out_slots_cpu[row]]
     decodes = row >= metadata.step.num_prefills
@@ -258,7 +265,8 @@ def _double(weight: Tensor | None) -> Tensor:
 
 
 def _split(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return value [..., heads, value_dim] and the two tensors of key_dim, as ordered in x, each [..., heads, key_dim]."""
+    """Return value [..., heads, value_dim] and the two tensors of size key_dim, each [..., heads, key_dim], in their order in x.
+    value_first: True if the value comes first in x."""
     keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
     parts = torch.split(x, [values, keys, keys] if value_first else [keys, keys, values], dim=-1)
     value, one, two = parts if value_first else (parts[2], *parts[:2])

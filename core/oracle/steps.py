@@ -20,29 +20,31 @@ from headway.core.oracle.oracle import StepSequence
 FINITE_POISON = 3e4
 """Poison value that is finite in every 16-bit dtype, and far from any number in a case."""
 _FAR = 1 << 15
-"""Number of slots (and blocks, if they fit) before the first used slot in far memory: exceeds a signed 16-bit integer."""
+"""Number of slots (and of blocks, if they fit) before the first used slot in far memory. The number exceeds a signed 16-bit
+integer."""
 _FAR_ELEMENTS = 1 << 31
 _PAD = 16
-"""Number of foreign elements after each part of an interleaved tensor that is not packed with other tensors."""
+"""Number of foreign elements after each part of an interleaved tensor, if the tensor is not packed with other tensors."""
 
 
 def first_far(spec: AttentionSpec, block_size: int) -> int:
-    """Return the first used block of far memory. On a CPU, where an address costs nothing until it is accessed, block numbers
-    of usual sizes exceed 16 bits too, not only slot numbers."""
+    """Return the first used block of far memory. On a CPU, an address costs nothing until it is accessed. There, block numbers of
+    usual sizes also exceed 16 bits, not only slot numbers."""
     block = block_size * spec.num_kv_heads * max(spec.head_dim, spec.v_head_dim)
     room = _FAR_ELEMENTS // (2 * block) if spec.device.type == "cpu" else 0
     return max(_FAR // block_size, min(_FAR, room))
 
 
 class Foreign:
-    """Cache tensors of one layer, and the memory that they are views of."""
+    """Cache tensors of one layer, and the memory of which they are views."""
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, num_blocks: int, block_size: int, memory: str, first: int = 0
     ) -> None:
-        """memory: one of MEMORIES. first: first block that is used; earlier ones are not compared.
+        """memory: one of MEMORIES. first: first block that is used. Earlier blocks are not compared.
 
-        :raises Skipped: if blocks are not the layout's outermost axis, so that they cannot be packed, or far memory does not fit.
+        :raises Skipped: if blocks cannot be packed because they are not the layout's outermost axis, or if far memory does not
+        fit.
         """
         geometry = CacheGeometry.of(spec, num_blocks, block_size)
         cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
@@ -87,11 +89,11 @@ class Foreign:
             bits(tensor).index_fill_(self.cache.layout.tensors[name].index("block"), at, int(bits(one)))
 
     def differs(self, other: Foreign) -> bool:
-        """Return whether any bit of the memory differs from the other's."""
+        """Return whether any bit of the memory differs between this object and `other`."""
         return not all(torch.equal(bits(a), bits(b)) for a, b in zip(self.bases, other.bases, strict=True))
 
     def differing_slots(self, other: Foreign) -> set[int]:
-        """Return the slots in which any bit differs from the other's."""
+        """Return the slots in which any bit differs between this object's cache and the cache of `other`."""
         found: set[int] = set()
         for name in self.cache.tensors:
             ours, theirs = (bits(side.cache.by_slot(name)) for side in (self, other))
@@ -100,7 +102,7 @@ class Foreign:
 
 
 def _by_type(cache: LayerCache, groups: list[list[str]]) -> list[list[str]]:
-    """Return the groups, each split by element type and outermost shape."""
+    """Return the groups of tensor names, each split by dtype and by whether the tensors contain scales."""
     found: dict[tuple[object, ...], list[str]] = {}
     for number, names in enumerate(groups):
         for name in names:
@@ -109,8 +111,10 @@ def _by_type(cache: LayerCache, groups: list[list[str]]) -> list[list[str]]:
 
 
 def _apart(cache: LayerCache, far: int) -> tuple[LayerCache, list[Tensor]]:
-    """Return a cache whose blocks are spaced apart in any layout, and all of its memory.
-    far: block from which on element offsets exceed signed 32-bit integers. 0 means none."""
+    """Return a cache whose blocks are spaced apart in any layout, and the tensors that own its memory.
+
+    far: first block whose element offsets exceed a signed 32-bit integer. 0 means no such block is needed.
+    """
     tensors, bases = {}, []
     for name, tensor in cache.tensors.items():
         axis, count = cache.layout.tensors[name].index("block"), cache.geometry.num_blocks
@@ -129,7 +133,8 @@ def _apart(cache: LayerCache, far: int) -> tuple[LayerCache, list[Tensor]]:
 
 
 def _from(cache: LayerCache, first: int) -> list[Tensor]:
-    """Return the blocks of a cache from `first` on. Earlier blocks are not accessed: in far memory each might take megabytes."""
+    """Return views of a cache's tensors without the blocks before `first`. These blocks are not accessed, because in far memory
+    each access might take megabytes."""
     axes = {name: cache.layout.tensors[name].index("block") for name in cache.tensors}
     return [tensor.narrow(axes[name], first, cache.geometry.num_blocks - first) for name, tensor in cache.tensors.items()]
 
@@ -159,19 +164,20 @@ class Layers:
             foreign.fill(self.poison)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, *, given: bool) -> None:
-        """Write keys and values with the layout's writer. given: True to write also to the backend's cache."""
+        """Write keys and values to a copy with the expected content, using the layout's writer. given: True to write them also to
+        the backend's cache."""
         self._writer(k, v, self.right[layer].cache, slots)
         if given:
             self._writer(k, v, self.given[layer].cache, slots)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Fill blocks that no longer belong to a sequence with the poison."""
+        """Fill blocks that no longer belong to a sequence with the poison value."""
         for foreign in (*self.given, *self.right):
             foreign.fill_blocks(blocks, self.poison)
 
 
 def fill(tensor: Tensor, value: float) -> None:
-    """Fill a tensor with a value, limited to the dtype's maximum. Integer dtypes use their maximum for NaN."""
+    """Fill a tensor with a value, limited to the dtype's maximum. For NaN, integer dtypes use their maximum."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(min(value, torch.finfo(tensor.dtype).max) if math.isfinite(value) else value)
     else:
@@ -197,7 +203,7 @@ TABLE_BLOCKS = 130
 
 
 def first_step(phase: str, block_size: int) -> Lens:
-    """Return the lengths of a step of one kind (a name in cells.PHASES, or "long")."""
+    """Return the lengths of a step. phase: a name in cells.PHASES, or "long"."""
     b = block_size
     prompts = [1, 2, 3, 5, 7, 13, 17, 31, 33, 36, 37, 38, 61, b - 1, b, b + 1, 2 * b - 1, 19]
     extends = [(5, b), (7, 2 * b), (3, b - 1), (b, b), (2, b + 1), (33, 1), (17, 30), (13, 2 * b + 3), (2, 37), (20, 17)]
@@ -223,7 +229,8 @@ def padding_rows(phase: str) -> int:
 
 
 def second_step(lens: Lens) -> Lens:
-    """Return different lengths in a different order with the same total of tokens, for a second step at the same addresses."""
+    """Return lengths for a second step at the same addresses: different lengths in a different order, with the same total number
+    of tokens."""
     queries = [entry for entry in lens if not entry[1]]
     cached = [entry for entry in lens if entry[1]]
     contexts = [context for _, context, _ in cached]
@@ -249,7 +256,7 @@ GUARD = 3
 
 @dataclass(eq=False)
 class Tokens:
-    """One sequence: its cached tokens and their blocks."""
+    """Blocks and number of cached tokens of one sequence."""
 
     blocks: list[int] = field(default_factory=list)
     length: int = 0
@@ -302,13 +309,14 @@ class StepInputs:
         return cls(q, k, v, out)
 
     def first(self, tokens: int) -> StepInputs:
-        """Return the memory for a step of `tokens` tokens. The output is filled with NaN, which reveals missed rows."""
+        """Return the part of the memory for a step of `tokens` tokens. Its output is filled with NaN, which reveals missed
+        rows."""
         part = StepInputs(self.q[:tokens], self.k[:tokens], self.v[:tokens], self.guarded[: tokens + 2 * GUARD])
         bits(part.guarded).fill_(UNWRITTEN[part.guarded.dtype])
         return part
 
     def unwritten(self, tokens: slice) -> bool:
-        """Return whether any element of these tokens' output still has its value from before the step."""
+        """Return whether any output element of these tokens still has the value that it had before the step."""
         return bool((bits(self.out[tokens]) == UNWRITTEN[self.out.dtype]).any())
 
 
@@ -358,13 +366,13 @@ class Before:
 
 @dataclass
 class CellErrors:
-    """Records the error of a cell that is largest relative to its tolerance."""
+    """Record of a cell's largest error, relative to the tolerance."""
 
     error: float | None = None
     tolerance: float | None = None
 
     def note(self, error: float, tolerance: float) -> None:
-        """Record an error if its ratio to its tolerance is the largest. NaN is ignored: findings report it."""
+        """Record an error if its ratio to its tolerance is the largest so far. NaN is ignored, because findings report it."""
         if error * (self.tolerance or 1.0) >= (self.error or 0.0) * tolerance:
             self.error = error
             self.tolerance = tolerance

@@ -1,6 +1,7 @@
 """float64 references for linear and MoE layers, and random cases for testing kernels.
 
-The definitions follow the fields of the weights element by element, and share no code with the kernels or the contract.
+The references follow the definitions of the weights' fields element by element, and share no code with the kernels or the
+contract.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from headway.core.contract.linear import LinearParts
 from headway.core.contract.weights import FP4_VALUES, MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight
 
 NUMBERS = ("normal", "mean", "uneven", "large", "tiny")
-"""Regimes of random numbers. mean: mostly positive terms, so sums grow. uneven: scales and rows of x differ by powers of
-two. large, tiny: x times a power of two."""
+"""Regimes of random numbers. mean: most terms are positive, so sums grow. uneven: scales and rows of x differ by powers of two.
+large, tiny: x is multiplied by a large or small power of two."""
 WEIGHTS = (
     *("plain", "int8", "mxfp4", "fp8-rows", "fp8-tensor", "fp8-128x128"),
     *(f"int4-{size}{zeros}{order}" for size in (128, 64, 32) for zeros in ("", "-zeros") for order in ("", "-order")),
 )
-"""Weight formats for testing kernels: a name in FORMATS, with the block or group that shares a scale."""
+"""Weight formats for testing kernels. Each consists of a name in FORMATS and variants: the block or group that shares a scale,
+zero points, and reordered columns."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Drawn:
     generator: torch.Generator
     numbers: str = NUMBERS[0]
     most: int = 6
-    """Maximum exponent of the power of two by which numbers differ from usual numbers."""
+    """Maximum exponent of the power of two by which the regimes `uneven`, `large` and `tiny` scale numbers."""
 
     def normal(self, *shape: int) -> Tensor:
         """Return normally distributed float32 numbers; in the regime `mean`, mostly positive numbers."""
@@ -41,16 +43,16 @@ class Drawn:
         return 0.5 * drawn + 1.0 if self.numbers == "mean" else drawn
 
     def whole(self, least: int, end: int, *shape: int) -> Tensor:
-        """Return integers from `least` to `end` - 1; in the regime `mean`, from the upper half."""
+        """Return integers from `least` to `end` - 1; in the regime `mean`, only from the upper half of this range."""
         return torch.randint((least + end) // 2 if self.numbers == "mean" else least, end, shape, generator=self.generator)
 
     def powers(self, *shape: int) -> Tensor:
-        """Return exponents of 2: 0, or in the regime `uneven` from -most to most."""
+        """Return exponents of 2. They are 0, or in the regime `uneven` from -most to most."""
         most = self.most if self.numbers == "uneven" else 0
         return torch.randint(-most, most + 1, shape, generator=self.generator)
 
     def scales(self, size: float, *shape: int) -> Tensor:
-        """Return distinct float32 scales near `size`."""
+        """Return random float32 scales near `size`; in the regime `uneven`, also multiplied by powers of two."""
         return size * (0.5 + torch.rand(shape, generator=self.generator)) * 2.0 ** self.powers(*shape)
 
     def rows(self, count: int, size: int) -> Tensor:
@@ -60,7 +62,8 @@ class Drawn:
 
 
 def make_weight(name: str, shape: tuple[int, int], dtype: torch.dtype, drawn: Drawn) -> Weight:
-    """Return a random weight by a name in WEIGHTS, on the CPU, with rows of about unit length. dtype: dtype of a plain weight."""
+    """Return a random weight in the format `name` (see WEIGHTS), on the CPU, with rows of about unit length. dtype: dtype of a
+    plain weight."""
     kind, *words = name.split("-")
     (n, k), size = shape, shape[1] ** -0.5
     if kind == "plain":
@@ -130,13 +133,13 @@ class WeightCase:
     weight: Any
     """`Weight` of a linear layer, or `ExpertsWeights` of an MoE layer."""
     given: tuple[Tensor, ...]
-    """Arguments of `apply` before the weight: x, or x, experts and scores."""
+    """Arguments of `apply` before the weight: (x,) or (x, experts, scores)."""
     onto: Tensor | None
     """Content of `out` before the call. None if the call overwrites `out`."""
     right: Tensor
     """float64 [rows, out_features]: expected content of `out` after the call."""
     spread: Tensor
-    """float64 [rows, out_features]: expected magnitude of such random sums, by which errors are divided."""
+    """float64 [rows, out_features]: expected magnitude of random sums with these operands. Errors are divided by it."""
     config: ExpertsConfig | None = None
     """Configuration of an MoE layer. None for a linear layer."""
     parts: LinearParts | None = None
@@ -159,7 +162,7 @@ class WeightCase:
 
 
 def linear_case(weight: Weight, x: Tensor, device: torch.device) -> WeightCase:
-    """Return the case of a linear layer on a device. weight, x: on the CPU, where the reference is computed."""
+    """Return the case of a linear layer on a device. weight, x: tensors on the CPU, where the reference is computed."""
     own, rows = dequantized(weight), x.double()
     right = rows @ own.t()
     spread = (rows.square() @ own.square().t() + right.square()).sqrt()
@@ -172,7 +175,8 @@ EPS = 1e-5
 def fused_case(weight: Weight, x: Tensor, around: str, layer: Drawn, drawn: Drawn, device: torch.device) -> WeightCase:
     """Return the case of a GEMM on a device with one fused operation. around: name in FUSED; "gated" includes SiLU.
 
-    layer: draws what belongs to the layer (norm factors, bias), the same for every call. drawn: draws the residual stream.
+    layer: generator for the layer's parameters (norm factors, bias), which are the same for every call. drawn: generator for the
+    residual stream.
     """
     (rows, _), n, dtype = x.shape, weight.shape[0], x.dtype
     normed, bias, onto, parts = x.double(), None, None, LinearParts()
@@ -210,7 +214,7 @@ def experts_case(
 ) -> WeightCase:
     """Return the case of an MoE layer over routed rows on a device; see `ExpertsKernel.apply`.
 
-    weights, given (x, experts and scores), onto: on the CPU, where the reference is computed.
+    weights, given, onto: tensors on the CPU, where the reference is computed. given: (x, experts, scores).
     """
     right, (x, experts, scores) = onto.double(), given
     ups, downs = (dequantized_experts(each, config.num_all) for each in (weights.gate_up, weights.down))
@@ -234,7 +238,7 @@ def _bias(biases: Tensor | None, expert: int) -> Tensor | float:
 
 
 def activated(hidden: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return an expert's activation between its two GEMMs. hidden: float64 [rows, up_size]."""
+    """Return an expert's hidden values after the activation between its two GEMMs. hidden: float64 [rows, up_size]."""
     if not config.gated:
         return hidden.clamp(min=0.0).square()
     low, high = hidden.chunk(2, dim=1)

@@ -28,7 +28,8 @@ log = logging.getLogger("headway")
 
 
 class DenseAttention:
-    """Attention of dense layers: `begin` plans a batch, then each layer calls it. Equal specs share a plan; no cache is read."""
+    """Attention of dense layers. `begin` plans a batch, then each layer calls this object. Layers with equal specs share a plan,
+    and no cache is read."""
 
     def __init__(self, layers: LayerSpecs, selector: Selector) -> None:
         assert all(spec.dense for spec in layers.cached)
@@ -50,16 +51,17 @@ class DenseAttention:
 
     @property
     def firsts(self) -> list[int]:
-        """First layer of each kind."""
+        """Index of the first layer of each kind."""
         return [self._kind_of.index(kind) for kind in range(len(self._kinds))]
 
     def begin(self, lens: Sequence[int]) -> None:
-        """Plan a batch of concatenated texts of these lengths. :raises BackendError: if the backend cannot plan it."""
+        """Plan a batch of concatenated texts. lens: number of tokens of each text. :raises BackendError: if the backend cannot
+        plan the batch."""
         shape = Shape.of(Phase.PREFILL, lens, lens)
         self.begin_with(self._selector.backends_of(shape), lens)
 
     def begin_with(self, backends: Backends, lens: Sequence[int]) -> None:
-        """Plan a batch with the given backends. Raises as `begin`."""
+        """Plan a batch with the given backends. Raises the same errors as `begin`."""
         tables = numpy.zeros((len(lens), -(-max(lens) // self._block_size)), dtype=numpy.int32)
         device = self.layers.device
         metadata = AttentionMetadata.build(lens, [0] * len(lens), tables, self._block_size, device, num_blocks=1)
@@ -98,7 +100,7 @@ class EncodedText(NamedTuple):
 
 
 class PooledNetwork(Protocol):
-    """Interface of a model for the engine."""
+    """Interface through which the engine calls a model."""
 
     @property
     def attention_specs(self) -> Sequence[AttentionSpec]:
@@ -106,13 +108,14 @@ class PooledNetwork(Protocol):
 
     @property
     def size(self) -> int:
-        """Elements of the result per text or token: size of an embedding, or number of labels."""
+        """Number of elements of the result per text or token: size of an embedding, or number of labels."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [texts, size] or [num_tokens, size]. hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1]."""
+        """Return float32 [texts, size], or [num_tokens, size] if `each_token` is True. hidden: [num_tokens, hidden_size]; starts:
+        int64 [texts + 1]."""
 
 
 @dataclass
@@ -128,12 +131,13 @@ class PoolingStats:
 class PoolingEngine:
     """Runs one model over whole texts. Not thread-safe: the caller needs a lock.
 
-    A batch holds texts of similar lengths, longest first, concatenated without padding. Texts with `each_token` have separate
-    batches. The selector chooses the backends, as for a decoder's prompts.
+    A batch contains texts of similar lengths, longest first, concatenated without padding. Texts with `each_token` are batched
+    separately. The selector chooses the backends, as for a decoder's prompts.
     """
 
     def __init__(self, network: PooledNetwork, layers: LayerSpecs, selector: Selector, limits: StepLimits) -> None:
-        """limits: maximum tokens and texts per batch, and maximum tokens of a text, which may exceed the tokens per batch."""
+        """limits: maximum number of tokens and texts per batch, and maximum number of tokens of a text, which may exceed the
+        tokens per batch."""
         self.network = network
         self.selector = selector
         self.limits = limits
@@ -145,9 +149,10 @@ class PoolingEngine:
     def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> list[Tensor]:
         """Return the result of each text, on the CPU: float32 [size], or [tokens, size] with `each_token`.
 
-        texts: texts of 1 to `limits.max_model_len` tokens; results are in the same order.
-        finished: called after each batch with its number of texts.
-        :raises BackendError: if a backend raises."""
+        texts: texts of 1 to `limits.max_model_len` tokens. Results are in the same order.
+        finished: function called after each batch with the batch's number of texts.
+        :raises BackendError: if a backend raises an error.
+        """
         found: dict[int, Tensor] = {}
         in_flight: list[tuple[list[int], Tensor]] = []  # a batch is read after the next one was launched
         for batch in self._batches(texts):
@@ -193,7 +198,7 @@ class PoolingEngine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every kind of batch once, so that no text waits for a compiler. Logs a warning if a backend raises."""
+        """Run every kind of batch once, so that no text waits for a compiler. Logs a warning if a backend raises an error."""
         for backends in self.selector.instances.values():
             for lens in self._steps(backends):
                 try:
@@ -212,7 +217,7 @@ class PoolingEngine:
         self.selector.forget()
 
     def _batch_lens(self, tokens: int) -> list[int]:
-        """Return the lengths of a few texts with `tokens` tokens in total, or fewer if they exceed a batch."""
+        """Return the lengths of a few texts that have `tokens` tokens in total, or fewer if these texts would exceed a batch."""
         longest = self.limits.max_model_len
         lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
         return lens[: self.limits.max_num_seqs]
@@ -243,7 +248,8 @@ def _read(found: dict[int, Tensor], batch: list[int], pooled: Tensor, texts: Seq
 
 
 def pack(lens: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:
-    """Yield batches of text indexes, longest first. lens: tokens per text; one longer than max_tokens gets a separate batch."""
+    """Yield batches of text indexes, longest text first. lens: number of tokens of each text. A text longer than `max_tokens`
+    gets a separate batch."""
     batch: list[int] = []
     tokens = 0
     for index in sorted(range(len(lens)), key=lambda index: -lens[index]):

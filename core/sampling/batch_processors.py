@@ -1,4 +1,5 @@
-"""Logits processors that change a whole batch at once, as vLLM's v1 class does, and the batch updates that they receive."""
+"""Logits processors that change a whole batch at once, in the manner of vLLM's v1 class, and the batch updates that they
+receive."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from torch import Tensor
 from headway.core.sampling.params import SamplingParams
 
 ENGINE_PROCESSORS: Final = "headway.batch"
-"""Placeholder, in a request's logits processors, for the engine's own processors, which change every batch."""
+"""Placeholder for the engine's own processors, which change whole batches, in a request's logits processors."""
 
 State = TypeVar("State")
 
 
 class MoveDirectionality(Enum):
-    """What a move leaves at its source. The names are vLLM's."""
+    """Content of a move's source after the move. The names are vLLM's."""
 
     UNIDIRECTIONAL = auto()
     """The source becomes empty."""
@@ -37,9 +38,9 @@ class BatchUpdate:
     removed: Sequence[int]
     """Places that sequences have left; `added` may fill some of them again."""
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    """New sequences: place, parameters, prompt tokens, and output tokens, a list that grows with the output."""
+    """New sequences: (place, parameters, prompt tokens, output tokens). The list of output tokens grows with the output."""
     moved: Sequence[tuple[int, int, MoveDirectionality]]
-    """Sequences that moved: source, target, and what the move leaves at the source."""
+    """Sequences that moved: (source, target, content of the source after the move)."""
 
 
 class BatchLogitsProcessor(ABC):
@@ -52,19 +53,20 @@ class BatchLogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """vllm_config: a `VllmConfig`. device: device of the logits. is_pin_memory: True to copy to it through pinned memory."""
+        """vllm_config: a `VllmConfig`. device: device of the logits. is_pin_memory: True to copy to this device through pinned
+        memory."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """Return the changed logits, float32 [batch_size, vocab_size], which may be changed in place."""
+        """Return the changed logits. logits: float32 [batch_size, vocab_size], which may be changed in place."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Return whether the most likely token never changes, whatever the parameters."""
+        """Return whether the processor never changes which token is the most likely one, for any parameters."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Process the changes of a step's batch, before `apply`. None means that the batch is unchanged."""
+        """Process the changes of the batch for a step, before `apply` is called. None means that the batch is unchanged."""
 
 
 class RequestLogitsProcessors(BatchLogitsProcessor):
@@ -99,7 +101,8 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Update a dict of place -> a processor's data. Return whether it changed. new_state: makes a sequence's data, or None."""
+    """Update a processor's data, a dict keyed by place. Return whether the dict has changed. new_state: function that makes a
+    sequence's data, or returns None if there is none."""
     if batch_update is None:
         return False
     before = dict(req_entries)
@@ -128,14 +131,15 @@ class BatchMember(Protocol):
 
 
 class ProcessorBatch:
-    """The batch of an engine's processors. Each sequence keeps its place from step to step, and free places are filled."""
+    """Batch as seen by an engine's processors. Each sequence stays at the same place from step to step, and free places are
+    filled."""
 
     def __init__(self, processors: Sequence[BatchLogitsProcessor]) -> None:
         self._processors = processors
         self._members: list[BatchMember] = []
 
     def apply(self, members: Sequence[BatchMember], logits: Tensor) -> Tensor:
-        """Return the changed logits, [members, vocab_size], of a step's distinct sequences."""
+        """Return the changed logits of a step. members: distinct sequences. logits: [members, vocab_size]."""
         update = self._update(members)
         place = {id(member): number for number, member in enumerate(members)}
         order = torch.tensor([place[id(member)] for member in self._members], device=logits.device)

@@ -24,9 +24,9 @@ class NoTokenizer:
 class Detokenizer:
     """Incremental detokenizer for one sequence.
 
-    A token's text depends on its neighbours (spaces, bytes of one character). So a window is decoded twice, without and with the
-    newest tokens, and the difference is the new text, which is held back while it ends in an incomplete character. The method is
-    that of text-generation-inference and vLLM.
+    A token's text depends on its neighbours, for example because of spaces or the bytes of one character. So a window is decoded
+    twice, without and with the newest tokens, and the difference is the new text. The new text is withheld while it ends in an
+    incomplete character. text-generation-inference and vLLM use the same method.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """stop: texts that end a sequence of more than min_tokens tokens. include_stop: True to keep these texts in `text`."""
+        """stop: texts that end a sequence of more than `min_tokens` tokens. include_stop: True to include the stop text at the
+        end of `text`."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -56,22 +57,24 @@ class Detokenizer:
         return len(self._ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens that complete no stop text, without updating `text` after each."""
+        """Add tokens that are known to complete no stop text, without updating `text` after each token."""
         self._ids += tokens
 
     def append(self, token: int) -> bool:
-        """Add one token. Return True if it completes a stop text; `text` then ends before it, or with include_stop after it."""
+        """Add one token. Return True if it completes a stop text. `text` then ends before the stop text or, if `include_stop` is
+        True, after it."""
         self._ids.append(token)
         return self._grow(final=False)
 
     def flush(self) -> str:
-        """Return the whole text, including text that was held back."""
+        """Return the whole text, including text that was withheld."""
         if self.stopped_by is None:
             self._grow(final=True)
         return self.text
 
     def _grow(self, final: bool) -> bool:
-        """Add the newest tokens' text. Return True if this completes a stop text."""
+        """Add the text of the newest tokens. Return True if this completes a stop text. final: True to add text that ends in an
+        incomplete character."""
         before = self._decode(self._ids[self._window : self._read])
         after = self._decode(self._ids[self._window :])
         known = len(self.text)
@@ -85,7 +88,8 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _stop_at(self, known: int) -> bool:
-        """Cut the text at the first stop text that ends after the first `known` characters. Return whether there is one."""
+        """Truncate the text at the first stop text that ends after the first `known` characters. Return whether such a stop text
+        was found."""
         places = [(self.text.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stop]
         found = min((place for place in places if place[0] >= 0), default=None)
         if found is not None:
@@ -96,7 +100,7 @@ class Detokenizer:
 
     @property
     def safe_text(self) -> str:
-        """Text that can already be shown: without an ending that may be the start of a stop text."""
+        """Text that can already be shown. An ending that may be the start of a stop text is excluded."""
         held = 0
         for stop in () if self._include_stop else self._stop:
             for size in range(min(len(stop) - 1, len(self.text)), held, -1):

@@ -1,7 +1,7 @@
-"""ECMA-262 (JavaScript) regular expressions, rewritten for Rust's regex-syntax, which llguidance uses.
+r"""ECMA-262 (JavaScript) regular expressions, rewritten for Rust's regex-syntax, which llguidance uses.
 
-Without flags the classes are ASCII: \\d, \\w and \\b match only ASCII digits and letters, and (?i) never pairs an ASCII letter
-with another. The flag u, as in (?u), selects Unicode's classes and case folding. \\p{...} is always Unicode's.
+Without flags, the classes are ASCII: \d, \w and \b match only ASCII digits and letters, and (?i) never pairs an ASCII letter with
+a non-ASCII character. The flag u, as in (?u), selects Unicode's classes and case folding. \p{...} always uses Unicode's classes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Final, NoReturn
 
 Ranges = list[tuple[int, int]]
-"""Ranges of characters: first and last code point of each."""
+"""Ranges of characters, each given as first and last code point."""
 
 _CLASSES: Final[dict[str, Ranges]] = {
     "d": [(0x30, 0x39)],
@@ -42,8 +42,11 @@ _BLANK: Final = re.compile(r"\s+|#.*")
 
 
 def rust_regex(pattern: str, flags: str = "") -> str:
-    """Return the pattern in Rust's notation without flags; slashes and line breaks are escaped. flags: initial flags of imsux.
-    :raises ValueError: if a part is not an ECMA regular expression, or grammars do not support it."""
+    """Return the pattern in Rust's notation without flags, with slashes and line breaks escaped. flags: initial flags, out of
+    imsux.
+
+    :raises ValueError: if a part is not an ECMA regular expression, or grammars do not support it.
+    """
     return _Rewriter(pattern, flags).rewritten()
 
 
@@ -151,7 +154,8 @@ class _Rewriter:
         return _written(code) if cases is None else _bracketed([(each, each) for each in cases])
 
     def _escape(self, in_class: bool = False) -> int | str | Ranges:
-        """Read what follows a backslash. Return a code point, a class, or the text of a class that only Rust defines."""
+        """Read the rest of an escape after its backslash. Return a code point, the ranges of a class, or the text of a class that
+        only Rust defines."""
         sign = self._pattern[self._at : self._at + 1]
         if sign.lower() in _CLASSES and sign:
             self._at += 1
@@ -174,7 +178,7 @@ class _Rewriter:
         return 8 if sign == "b" else _CONTROLS.get(sign, ord(sign))
 
     def _code_point(self, code: int) -> int:
-        """Return the code point for a number. If it is the first half of a surrogate pair, also read the second half."""
+        """Return the code point for a number. If the number is the first half of a surrogate pair, also read the second half."""
         if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):
             self._at = low.end()
             return 0x10000 + ((code & 0x3FF) << 10) + (int(low[1], 16) & 0x3FF)
@@ -232,7 +236,7 @@ class _Rewriter:
 
 
 def _unknown(sign: str) -> tuple[str, str]:
-    """Return what was needed and what was given, for the error about an unsupported escape."""
+    """Return the texts on what was needed and what was given, for the error about an unsupported escape."""
     if sign in ("b", "B"):
         return "no word boundaries, which grammars cannot follow", f"\\{sign}"
     if sign.isdigit() or sign == "k":
@@ -273,7 +277,7 @@ def _complement(ranges: Ranges) -> Ranges:
 
 @lru_cache(1024)
 def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
-    """Return the characters outside each range that differ from one in it only by case."""
+    """Return, for each range, the characters outside the range that differ only by case from a character in it."""
     cases = _cases()
     cased = sorted(cases)
     return [
@@ -287,7 +291,7 @@ def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
 
 @lru_cache(1)
 def _cases() -> dict[int, tuple[int, ...]]:
-    """Return, for each character, all characters that ECMA's Canonicalize maps to the same one."""
+    """Return a map from each character to all characters that ECMA's Canonicalize maps to the same character."""
     groups: dict[int, set[int]] = {}
     for sign in map(chr, range(_LAST_CASED + 1)):
         upper = sign.upper()

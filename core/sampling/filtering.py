@@ -1,7 +1,7 @@
-"""The filters top_k, top_p and min_p with torch operations, and the check of the kernels that replace them.
+"""The filters top_k, top_p and min_p with torch operations, and a check of kernels that replace these operations.
 
-Tokens are ordered by logit, ties by smaller id. Each parameter keeps a prefix of this order. Probabilities are compared as
-integers, `UNIT_MASS` for the most likely token, so that sums do not depend on the order of additions.
+Tokens are ordered by logit, and tokens with equal logits by id. Each parameter selects a prefix of this order. Probabilities are
+compared as integers, with `UNIT_MASS` for the most likely token, so that sums do not depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from headway.core.sampling.sampler import NOT_A_TOKEN, Filter, draw
 log = logging.getLogger("headway")
 
 UNIT_MASS = 2**40
-"""Integer mass of the most likely token. 2^22 tokens sum to less than 2^63, and rounding loses less than 2^-40 per token."""
+"""Integer mass of the most likely token. The masses of 2^22 tokens sum to less than 2^63, and rounding loses less than 2^-40 per
+token."""
 LOG2E = 1.4426950408889634
 
 
@@ -58,8 +59,11 @@ _CASES = (
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return logits with -inf outside top_k, then outside top_p; the most likely token stays. top_k < 1 and top_p = 1 keep all.
-    logits: float32 [rows, vocab_size]; top_k, top_p: float32 [rows]."""
+    """Return logits with -inf for tokens outside top_k, then for tokens outside top_p. The most likely token always remains.
+    top_k < 1 and top_p = 1 exclude no token.
+
+    logits: float32 [rows, vocab_size]; top_k, top_p: float32 [rows].
+    """
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     retained = torch.arange(vocab, device=logits.device) < torch.where(top_k > 0, top_k, vocab)[:, None]
@@ -74,7 +78,8 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def keep_above(logits: Tensor, log_min_p: Tensor) -> Tensor:
-    """Return logits with -inf for tokens less likely than min_p times the most likely one. log_min_p: float32 [rows]."""
+    """Return logits with -inf for tokens whose probability is less than min_p times the probability of the most likely token.
+    log_min_p: float32 [rows]."""
     floor = logits.amax(-1, keepdim=True) + log_min_p[:, None]
     return logits.masked_fill(logits < floor, -torch.inf)
 
@@ -89,10 +94,10 @@ def torch_filter(logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) 
 
 
 def verified_filter(candidate: Filter, vocab_size: int, device: torch.device, ahead: CompileAhead | None = None) -> Filter | None:
-    """Return the candidate filter if it chooses the same tokens as torch's operations; else log the reason and return None.
+    """Return the candidate filter if it chooses the same tokens as torch's operations. Otherwise log the reason and return None.
 
-    The check runs at each start, because compilers and drivers vary, and a wrongly drawn token goes unnoticed. ahead: context in
-    which the kernels are compiled in parallel.
+    The check runs at each start, because compilers and drivers vary, and a wrongly drawn token would go unnoticed. ahead: context
+    in which the kernels are compiled in parallel, or None.
     """
     generator = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(len(_CASES), vocab_size, device=device, generator=generator)

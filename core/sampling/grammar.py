@@ -1,4 +1,4 @@
-"""Grammars of llguidance for structured outputs, cached by content, with one state object per completion."""
+"""Grammars of llguidance for structured outputs, cached by content. Each completion has a separate state object."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _SPACE: Final = r"[ \t\n\r]?"  # Default whitespace between the parts of JSON: a
 
 
 class GrammarError(HeadwayError):
-    """Error: a structured output cannot be compiled, or a grammar cannot continue. It ends only the request that has it."""
+    """Error of a structured output that cannot be compiled, or of a grammar that cannot continue. It ends only the request with
+    this structured output."""
 
 
 def grammar_text(form: StructuredOutputsParams) -> str:
@@ -52,7 +53,8 @@ def grammar_text(form: StructuredOutputsParams) -> str:
 
 
 def brief_reason(text: str) -> str:
-    """Return llguidance's reason in one line: the line that begins with "error:", else the first. A long one loses its middle."""
+    """Return llguidance's reason in one line: the line that begins with "error:", otherwise the first line. A long line is
+    shortened in the middle."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["llguidance gives no reason"]
     reason = next((line for line in lines if line.startswith("error:")), "") if lines[0].endswith(":") else ""
     line = harmless(f"{lines[0]} {reason}".strip())
@@ -71,7 +73,7 @@ class Grammar:
         self.matcher = matcher
         self._eos = eos_token_ids
         self.ended = False
-        """True if an end-of-text token has followed a complete text; then any token is allowed."""
+        """True if an end-of-text token has followed a complete text. From then on, any token is allowed."""
 
     @property
     def fault(self) -> str:
@@ -79,7 +81,8 @@ class Grammar:
         return brief_reason(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> None:
-        """Advance by a sampled token. :raises GrammarError: if it is not allowed, or the grammar exceeds llguidance's limits."""
+        """Advance the grammar by a sampled token. :raises GrammarError: if the token is not allowed, or the grammar exceeds
+        llguidance's limits."""
         if self.ended:
             return
         if token in self._eos and self.matcher.is_accepting():
@@ -103,8 +106,8 @@ class GrammarCompiler:
     """Compiler of structured outputs for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """tokenizer: one of the tokenizers library. vocab_size: the model's; tokens unknown to the tokenizer are never
-        allowed."""
+        """tokenizer: a tokenizer of the tokenizers library. vocab_size: size of the model's vocabulary. Tokens unknown to the
+        tokenizer are never allowed."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
@@ -144,11 +147,13 @@ class GrammarCompiler:
             return Grammar(found.deep_copy(), self._eos)
 
     def compile(self, form: StructuredOutputsParams, text: str | None = None) -> None:
-        """Compile a structured output for `find`; equal ones are compiled once. Takes from a millisecond to seconds.
+        """Compile a structured output for `find`. Equal structured outputs are compiled once. Takes from a millisecond to
+        seconds.
 
-        text: the structured output in llguidance's notation, if known. One that is neither small nor tried may crash the process:
-            see `GrammarQueue`, which calls this method in threads with large stacks.
-        :raises GrammarError: if llguidance cannot compile it, or finds no allowed first token."""
+        text: the structured output in llguidance's notation, if known. A structured output that is neither small nor tried before
+        may crash the process; see `GrammarQueue`, which calls this method in threads with large stacks.
+        :raises GrammarError: if llguidance cannot compile the structured output, or finds no allowed first token.
+        """
         if self.has(form):
             return
         from llguidance import LLMatcher
@@ -174,8 +179,11 @@ class GrammarCompiler:
             return {"tokenizer": self._serialized(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 
     def masks(self, grammars: Sequence[Grammar], endless: Sequence[int] = ()) -> NDArray[numpy.int32]:
-        """Return masks of the next tokens, int32 [len(grammars), words]: bit t % 32 of word t / 32. Uses several threads.
-        endless: indices of grammars whose text ends only if nothing else is allowed (ignore_eos)."""
+        """Return masks of the next tokens, int32 [len(grammars), words]. Token t is bit t % 32 of word t // 32. Uses several
+        threads.
+
+        endless: indices of grammars whose text ends only if no other token is allowed (ignore_eos).
+        """
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 
@@ -202,7 +210,7 @@ class GrammarCompiler:
             return self._loaded
 
     def _serialized(self) -> str:
-        """Return the tokenizer as the JSON of the tokenizers library, without padding and truncation."""
+        """Return the tokenizer as JSON in the format of the tokenizers library, without padding and truncation."""
         backend = copy(self.tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()

@@ -20,7 +20,8 @@ _ENGINE_STACK = 2**20  # Bytes of the stack on which a compiled grammar is used,
 
 
 def main() -> None:
-    """Answer requests until the parent exits: the first has the tokenizer, each later one a structured output."""
+    """Answer requests until the parent exits. The first request contains the tokenizer, each later request a structured
+    output."""
     replies = open_replies()
     die_with_parent()
     start = message_of(sys.stdin.readline())
@@ -34,7 +35,8 @@ def main() -> None:
 
 
 def _try(fields: dict[str, Any], tokenizer: LLTokenizer, stack: int) -> dict[str, str]:
-    """Compile a structured output and compute its first mask. Return it in llguidance's notation, or the error."""
+    """Compile a structured output and compute its first mask. Return the structured output in llguidance's notation, or the
+    error."""
     answer: dict[str, str] = {}
     compiled: list[LLMatcher] = []
 
@@ -67,7 +69,7 @@ def _run(function: Callable[[], None], stack: int) -> None:
 
 
 def _limit(what: int, value: int) -> None:
-    """Lower a soft limit of this process. The hard limit stays, so that the next soft limit may be higher again."""
+    """Set a soft limit of this process. The hard limit stays unchanged, so that the soft limit can be raised again."""
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

@@ -1,4 +1,4 @@
-"""Queues for compiling structured outputs: small ones at once, larger ones after a trial in a separate process."""
+"""Queues for compiling structured outputs. Small ones are compiled at once, larger ones after a trial in a separate process."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ TRIAL_SECONDS: Final = 10
 TRIAL_MEMORY: Final = 2 * 2**30
 """Bytes of memory that the trial process may use in addition to its initial memory."""
 TRIAL_STACK: Final = 16 * 2**20
-"""Stack size of a trial in bytes. A chain of 1,000 references takes four million bytes."""
+"""Stack size of a trial in bytes. A chain of 1,000 references needs about four million bytes."""
 _START_SECONDS: Final = 60.0  # Seconds for the process to start and to read the tokenizer
 _LONGEST_TRIAL: Final = 60.0  # Seconds for a trial on a busy machine
 
 
 class GrammarTrial:
-    """Trials of structured outputs in a process that is restarted when it dies. One thread calls `run`; any thread, `end`."""
+    """Trials of structured outputs in a separate process, which is restarted if it dies. One thread calls `run`; any thread may
+    call `end`."""
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
-        """tokenizer: arguments of llguidance's tokenizer, as `grammar_child` reads them."""
+        """tokenizer: arguments of llguidance's tokenizer, in the format that `grammar_child` reads."""
         self._start = {**tokenizer, "seconds": TRIAL_SECONDS, "memory": TRIAL_MEMORY, "stack": TRIAL_STACK}
         self._child: Child | None = None
         self._trying: StructuredOutputsParams | None = None
         self._guard = Lock()
 
     def run(self, form: StructuredOutputsParams) -> str:
-        """Return a structured output in llguidance's notation. :raises GrammarError: if llguidance rejects it, or the child
-        died."""
+        """Return a structured output in llguidance's notation. :raises GrammarError: if llguidance rejects the structured output,
+        or the process died or could not be started."""
         with self._guard:
             self._trying = form
         try:
@@ -83,7 +84,7 @@ def _limits() -> str:
 
 
 def _cause(died: ChildDied) -> str:
-    """Return text on how the process ended, worded as a fault of the structured output."""
+    """Return a text on how the process died, worded as a fault of the structured output."""
     if died.timed_out or "SIGXCPU" in died.how:
         return "this one takes longer: make it smaller"
     if "SIGSEGV" in died.how or "overflowed its stack" in died.last_line:
@@ -94,7 +95,8 @@ def _cause(died: ChildDied) -> str:
 
 
 SMALL_FORM_BYTES: Final = 4096
-"""Maximum size in bytes of a structured output compiled without a trial. The worst one found takes 2 MiB of stack and 0.2 s."""
+"""Maximum size in bytes of a structured output that is compiled without a trial. The worst case found needs 2 MiB of stack and
+0.2 s."""
 _COMPILERS: Final = 2  # Threads that compile small structured outputs; each holds the GIL for part of its time
 _TRIERS: Final = 2  # Threads that try larger structured outputs, each in its own process, and then compile them
 _STACK: Final = 2 * TRIAL_STACK  # Bytes of a compiling thread's stack, with a margin over a successful trial
@@ -113,7 +115,8 @@ class GrammarQueue:
         self._guard = threading.Lock()  # Protects `_tried`
 
     def add(self, form: StructuredOutputsParams) -> Future[None]:
-        """Queue a structured output. The future fails with a GrammarError, and may be cancelled until the compilation ends."""
+        """Queue a structured output. The returned future fails if compilation fails, usually with a GrammarError. It may be
+        cancelled until the compilation ends."""
         ready: Future[None] = Future()
         if self._is_harmless(form):
             self._submit(self._small, self._compile, form, ready)
@@ -122,7 +125,8 @@ class GrammarQueue:
         return ready
 
     def grammar(self, form: StructuredOutputsParams) -> Grammar:
-        """Return the initial grammar of an added structured output, recompiled if evicted. :raises GrammarError: see `add`."""
+        """Return the initial grammar state of an added structured output, which is compiled again if it was evicted. :raises
+        GrammarError: if this compilation fails."""
         while (found := self._compiler.find(form)) is None:
             self.add(form).result()
         return found
@@ -157,7 +161,8 @@ class GrammarQueue:
         self._compiler.compile(form, text)
 
     def _is_harmless(self, form: StructuredOutputsParams) -> bool:
-        """Return whether a structured output may be compiled in this process: it is small, or its trial succeeded."""
+        """Return whether a structured output may be compiled in this process, because it is small or its trial succeeded. Always
+        True on Windows, which has no process limits."""
         if len(form.key) <= SMALL_FORM_BYTES or sys.platform == "win32":  # Windows has no limits for a process
             return True
         return self._compiler.has(form) or _hash(form) in self._tried
@@ -166,7 +171,7 @@ class GrammarQueue:
 def _finish(
     work: Callable[[StructuredOutputsParams, Future[None]], None], form: StructuredOutputsParams, ready: Future[None]
 ) -> None:
-    """Run the work for a future, unless the future is cancelled first."""
+    """Run the work and set its outcome in the future `ready`, unless the future is cancelled."""
     if ready.cancelled():
         return
     error: Exception | None = None

@@ -18,7 +18,7 @@ _TOKEN: Final = re.compile(
     | /(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[a-z]*)""",
     re.VERBOSE | re.DOTALL,
 )
-"""Matches a comment, %json, text or regex of a Lark grammar as a whole."""
+"""Regular expression that matches a comment, a %json directive, a text or a regex of a Lark grammar."""
 
 
 def guidance_schema(schema: Any, closed: bool = False) -> Any:
@@ -47,7 +47,8 @@ def guidance_schema(schema: Any, closed: bool = False) -> Any:
 
 
 def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False) -> str:
-    """Return the text after %json in a grammar. options: llguidance's defaults. closed, errors: see `guidance_schema`."""
+    """Return the text that follows %json in a grammar. options: default options for llguidance. closed, errors: see
+    `guidance_schema`."""
     made = {} if schema is True else guidance_schema(schema, closed)
     if isinstance(made, dict):
         own = made.get("x-guidance")
@@ -56,7 +57,8 @@ def guidance_json(schema: Any, options: Mapping[str, Any], closed: bool = False)
 
 
 def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar for llguidance. options: see `guidance_json`. Raises as `guidance_schema`."""
+    """Return a Lark grammar in llguidance's notation. options: see `guidance_json`. Raises the same errors as
+    `guidance_schema`."""
     parts, at = [], 0
     while found := _TOKEN.search(grammar, at):
         parts.append(grammar[at : found.start()])
@@ -96,7 +98,7 @@ def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], clos
 
 
 def format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the format of a structural tag in either notation. :raises ValueError: if it has neither."""
+    """Return the format of a structural tag in either notation. :raises ValueError: if the tag has neither notation."""
     if isinstance(found := tag.get("format"), Mapping):
         return found
     structures, triggers = tag.get("structures"), tag.get("triggers")
@@ -199,7 +201,7 @@ class _TagGrammar:
         return f"{self._rule(_field(form, 'begin', (str, Mapping)))} {self._after_begin(form)}"
 
     def _after_begin(self, form: Mapping[str, Any]) -> str:
-        """Return the grammar after a tag's beginning. Free text continues until the end."""
+        """Return the grammar of a tag after its beginning. Free text in the tag continues until the tag's end."""
         content, end = _field(form, "content", Mapping), _field(form, "end", (str, Mapping))
         if content.get("type") != "any_text":
             return f"{self._rule(content)} {self._rule(end)}"
@@ -214,7 +216,7 @@ class _TagGrammar:
         return several if form.get("at_least_one") else f"({several})?"
 
     def _write_triggered_tags(self, form: Mapping[str, Any]) -> str:
-        """Return a rule for free text in which each trigger must continue as a tag that begins with it."""
+        """Return a rule for free text in which each trigger must continue as a tag whose beginning starts with the trigger."""
         triggers = _field(form, "triggers", list)
         if "" in triggers:
             raise ValueError("a structural tag needs triggers that are not empty")
@@ -237,7 +239,8 @@ class _TagGrammar:
 
 
 def _without(tag: Mapping[str, Any], trigger: str | Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]] | None:
-    """Return what follows the trigger in a tag's beginning, and the tag. None if the tag begins differently."""
+    """Return the rest of a tag's beginning after the trigger, and the tag. None if the tag's beginning does not start with the
+    trigger."""
     begin = _field(tag, "begin", (str, Mapping))
     if isinstance(trigger, str):
         if isinstance(begin, str) and begin.startswith(trigger):

@@ -1,4 +1,4 @@
-"""Changes to a model's logits before sampling, as sampling parameters require, for the rows of a batch that need them."""
+"""Changes of a model's logits before sampling, as required by sampling parameters, for those rows of a batch that need them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import OF_HISTORY, Need, scale_of
 
 ANY_TOKEN = -1
-"""Padding in the beginnings of bad words, which matches every token."""
+"""Padding value in the beginnings of bad words. It matches every token."""
 
 
 def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
-    """Return logits with the three penalties of vLLM and OpenAI applied; the repetition penalty is also that of transformers.
-    logits: float32 [rows, columns], whose last column is not a token. tokens: int64 [rows, length]: the first `lens` of a row are
-        its prompt and output, the first `prompt_lens` its prompt. penalties: float32 [rows, 3]: repetition, presence and
-        frequency. Rows with penalties 1, 0 and 0 stay bitwise the same."""
+    """Return logits with the three penalties of vLLM and OpenAI applied. The repetition penalty is the same as in transformers.
+
+    logits: float32 [rows, columns], whose last column is not a token.
+    tokens: int64 [rows, length]. The first `lens` tokens of a row are its prompt and output, and the first `prompt_lens` tokens
+    are its prompt.
+    penalties: float32 [rows, 3]: repetition, presence and frequency. Rows with penalties 1, 0 and 0 stay bitwise the same.
+    """
     rows, columns = logits.shape
     positions = torch.arange(tokens.shape[1], device=logits.device)
     inside = positions < lens[:, None]
@@ -41,9 +44,12 @@ def penalize(logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, 
 def forbid_words(
     logits: Tensor, tokens: Tensor, lens: Tensor, prompt_lens: Tensor, beginnings: Tensor, endings: Tensor
 ) -> Tensor:
-    """Return logits with -inf for the last token of every bad word whose other tokens end the output.
-    logits, tokens, lens, prompt_lens: see `penalize`. beginnings: int64 [rows, words, length]: each word's tokens before the
-    last, in reverse order, padded with ANY_TOKEN. endings: int64 [rows, words]: last tokens, padded with the last column."""
+    """Return logits with -inf for the last token of every bad word whose other tokens are at the end of the output.
+
+    logits, tokens, lens, prompt_lens: see `penalize`.
+    beginnings: int64 [rows, words, length]: each word's tokens before the last, in reverse order, padded with ANY_TOKEN.
+    endings: int64 [rows, words]: last token of each word, padded with the index of the last column.
+    """
     back = torch.arange(1, beginnings.shape[2] + 1, device=logits.device)
     positions = lens[:, None] - back
     output = positions >= prompt_lens[:, None]
@@ -54,18 +60,21 @@ def forbid_words(
 
 def bias(logits: Tensor, lens: Tensor, ids: Tensor, values: Tensor, until: Tensor) -> Tensor:
     """Return logits with values added to some tokens while a row has fewer tokens than `until`.
-    ids (int64), values (float32), until (int64): [rows, entries], padded with the last column."""
+
+    ids (int64), values (float32), until (int64): [rows, entries]. ids are padded with the index of the last column.
+    """
     return logits.scatter_add(1, ids, torch.where(lens[:, None] < until, values, 0.0))
 
 
 def allow_only(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return logits with -inf for all tokens except `ids`. ids: int64 [rows, entries], padded with the last column."""
+    """Return logits with -inf for all tokens except `ids`. ids: int64 [rows, entries], padded with the index of the last
+    column."""
     allowed = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)
     return logits.masked_fill(~allowed, -torch.inf)
 
 
 def allow_bits(logits: Tensor, bits: Tensor) -> Tensor:
-    """Return logits with -inf for tokens whose bit is 0. bits: int32 [rows, words]; token t is bit t % 32 of word t / 32."""
+    """Return logits with -inf for tokens whose bit is 0. bits: int32 [rows, words]. Token t is bit t % 32 of word t // 32."""
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1).bool()
     retained = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
@@ -75,13 +84,14 @@ def allow_bits(logits: Tensor, bits: Tensor) -> Tensor:
 
 
 class RowTable:
-    """A tensor [rows, ...] of lists that grows with the rows and lists. Positions after the end of a list contain `fill`."""
+    """Tensor [rows, ...] with one list per row, which grows as rows and longer lists are added. Positions after the end of a list
+    contain `fill`."""
 
     def __init__(self, fill: float, dtype: torch.dtype, device: torch.device, dimensions: int = 1) -> None:
-        """dimensions: number of dimensions of a row's entry; 2 is a list of lists."""
+        """dimensions: number of dimensions of a row's entry. 1 means a list, 2 a list of lists."""
         self._fill = fill
         self.tensor = torch.full((0,) * (dimensions + 1), fill, dtype=dtype, device=device)
-        """All rows. Becomes a new object when the table grows."""
+        """Tensor of all rows. When the table grows, it is replaced by a new tensor."""
 
     def set(self, row: int, values: Sequence[float] | Sequence[Sequence[float]]) -> None:
         """Replace the list in a row."""
@@ -96,7 +106,7 @@ class RowTable:
         entry[tuple(slice(size) for size in listed.shape)] = upload(listed, entry.device)
 
     def reserve(self, *shape: int) -> None:
-        """Grow the table to at least this shape; a dimension that is too small at least doubles."""
+        """Grow the table to at least this shape. A dimension that is too small grows to at least twice its size."""
         old = self.tensor
         if all(have >= want for have, want in zip(old.shape, shape, strict=True)):
             return
@@ -113,11 +123,11 @@ class Shaped:
     """Rows of a step whose logits change; the arrays are in host memory."""
 
     at: NDArray[numpy.int64]
-    """int64 [shaped]: index among the step's rows of logits."""
+    """int64 [shaped]: index of the row among the step's rows of logits."""
     rows: NDArray[numpy.int64]
     """int64 [shaped]: the sequence's row in the executor's buffers."""
     lens: NDArray[numpy.int64]
-    """int64 [shaped]: number of tokens before the sampled token, which is its position."""
+    """int64 [shaped]: number of tokens before the sampled token, which is also the sampled token's position."""
     needs: NDArray[numpy.int32]
     """int32 [shaped]: `Need` flags."""
 
@@ -129,16 +139,17 @@ class Shaped:
 class LogitsShaper:
     """Applies sampling parameters to logits. The parameters and the needed token histories of each row are on the device.
 
-    Sampled tokens are recorded on the device without passing through the host, so a step may be launched before the
-    previous one is read. Order of the changes: grammar mask, allowed tokens, bad words, logit_bias and min_tokens, logits
-    processors, penalties, temperature, top_k and top_p, min_p (vLLM's order). A row's bits do not depend on its neighbours.
+    Sampled tokens are recorded on the device without passing through the host, so a step may be launched before the previous step
+    is read. The changes are applied in vLLM's order: grammar mask, allowed tokens, bad words, logit_bias and min_tokens, logits
+    processors, penalties, temperature, top_k and top_p, min_p. The result of a row does not depend, bit for bit, on other rows.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._numbers = RowTable(0.0, torch.float32, device)
-        """Repetition, presence and frequency penalty, 1 / temperature, and a `TokenFilter` without its scale."""
+        """Numbers of each row: repetition, presence and frequency penalty, 1 / temperature, and the `TokenFilter` fields except
+        its scale."""
         self._prompt_lens = RowTable(0, torch.int64, device)
         self._tokens = RowTable(0, torch.int32, device)
         self._bias = (
@@ -153,7 +164,8 @@ class LogitsShaper:
     def start(
         self, row: int, params: SamplingParams, need: int, tokens: Sequence[int], num_prompt_tokens: int, stops: Sequence[int]
     ) -> None:
-        """Set up a row for a sequence that begins with these tokens. stops: tokens that min_tokens suppresses."""
+        """Set up a row for a sequence that begins with these tokens. stops: tokens that are excluded until the output has
+        min_tokens tokens."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         scale, *filters = TokenFilter.of(params, scale_of(params) or 1.0, self._vocab_size)
         self._numbers.set(row, [*penalties, scale, *filters])
@@ -197,7 +209,10 @@ class LogitsShaper:
         process: Callable[[Tensor], None] | None,
     ) -> Tensor:
         """Return changed logits, float32 [shaped, vocab_size]. logits: [rows, vocab_size], not modified.
-        bits: masked rows of `shaped`, and their masks, int32 [masked, words]. process: applies logits processors in place."""
+
+        bits: indices of the masked rows of `shaped`, and their masks, int32 [masked, words], or None. process: function that
+        applies logits processors in place, or None.
+        """
         batch = _Batch(logits, shaped, self._device)
         at, words = (None, None) if bits is None else bits
         if at is not None and words is not None and len(at):
@@ -244,7 +259,8 @@ class _Rows:
 
 
 class _Batch:
-    """Logits being changed, [shaped, vocab_size + 1]. The last column is not a token; padding of lists writes to it."""
+    """Logits that are being changed, [shaped, vocab_size + 1]. The last column is not a token. It receives the values for padding
+    entries of lists."""
 
     def __init__(self, logits: Tensor, shaped: Shaped, device: torch.device) -> None:
         count, vocab = len(shaped.at), logits.shape[1]

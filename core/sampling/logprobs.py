@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A candidate token's log-probability, with vLLM's field names."""
+    """Log-probability of a candidate token, with vLLM's field names."""
 
     logprob: float
     """Log-softmax of the model's own logits, before temperature, penalties and any other change."""
@@ -21,23 +21,24 @@ class Logprob:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position of a sequence: of the token there, then of the most likely tokens. Plain data."""
+    """Log-probabilities at one position of a sequence, as plain data: of the token at the position, then of the most likely
+    tokens."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     rank: int
-    """Rank of the first token. The ranks of the other tokens are 1, 2, 3, ..."""
+    """Rank of the token at the position. The ranks of the other tokens are 1, 2, 3, ..."""
 
 
 class Scores(NamedTuple):
     """Log-probabilities at several positions, as tensors."""
 
     token_ids: Tensor
-    """int64 [n, k + 1]: the position's token, then the k most likely tokens."""
+    """int64 [n, k + 1]: the token at each position, then the k most likely tokens."""
     logprobs: Tensor
     """float32 [n, k + 1]: log-probabilities of `token_ids`."""
     ranks: Tensor
-    """int64 [n]: rank of the position's token."""
+    """int64 [n]: rank of the token at each position."""
 
     def at(self, index: int, k: int) -> TokenLogprobs:
         """Return the log-probabilities of one position, with the k most likely tokens, on the host."""
@@ -46,7 +47,8 @@ class Scores(NamedTuple):
 
 
 def score(logits: Tensor, tokens: Tensor, k: int) -> Scores:
-    """Return log-probabilities and ranks of `tokens`, int64 [rows], and of the k most likely. logits: [rows, vocab_size]."""
+    """Return log-probabilities and ranks of `tokens`, int64 [rows], and log-probabilities of the k most likely tokens. logits:
+    [rows, vocab_size]."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.clamp_min(0)[:, None])
     ranks = (logprobs >= own).sum(-1)

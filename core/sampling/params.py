@@ -14,11 +14,12 @@ from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.text import shown
 
 MOST_COMPLETIONS: Final = 16384
-"""Maximum n and best_of, vLLM's default (VLLM_MAX_N_SEQUENCES): each completion is a sequence in the engine's memory."""
+"""Maximum of n and best_of, equal to vLLM's default (VLLM_MAX_N_SEQUENCES). Each completion is a sequence in the engine's
+memory."""
 MOST_LISTED: Final = 2**24
 """Maximum length of a list of token ids: larger than any vocabulary."""
 MOST_BIAS = 100.0
-"""Maximum absolute value of a logit_bias. With a larger one, a token's probability is 0 or 1."""
+"""Maximum absolute value of a logit_bias. A larger value would make a token's probability 0 or 1."""
 
 _BEAMS: Final = "LLM.beam_search(prompts, BeamSearchParams(...)) searches; best_of draws several completions"
 _ELSEWHERE: Final = {
@@ -38,7 +39,7 @@ _ELSEWHERE: Final = {
     "max_new_tokens": "it is called max_tokens",
     "do_sample": "temperature=0 is greedy",
 }
-"""Parameter name in vLLM or transformers -> hint for the error."""
+"""Parameter name in vLLM or transformers -> hint for the error about this parameter."""
 _NO_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache", "skip_clone"), (False,)),
@@ -50,7 +51,7 @@ _NO_EFFECT: Final[Mapping[str, tuple[object, ...]]] = {
 
 LogitsProcessor = Callable[..., Any]
 """Function (token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits. token_ids: the request's output so
-far. logits: the next token's, float32 [vocab_size], on the engine's device."""
+far. logits: logits of the next token, float32 [vocab_size], on the engine's device."""
 
 
 class RequestOutputKind(Enum):
@@ -65,7 +66,8 @@ class RequestOutputKind(Enum):
 
 
 def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keywords of a call without those of vLLM that have no effect, and with guided_decoding under its newer name."""
+    """Return the keywords of a call without vLLM's keywords that have no effect, and with guided_decoding under its newer
+    name."""
     kept = {
         name: value
         for name, value in given.items()
@@ -82,26 +84,27 @@ class SamplingParams:
     """Sampling parameters of a request, with vLLM's names and meanings. An invalid value raises ConfigError and never reaches the
     engine.
 
-    Attributes that are set later are checked too; the contents of lists are checked again when a request uses the object. A
-    queued request keeps the parameters that it was added with.
+    Attributes that are set later are checked too. The contents of lists are checked again when a request uses the object. A
+    queued request uses the parameters with which it was added, even if the object is changed later.
     """
 
     n: int = 1
-    """Number of completions for the prompt. The prompt is prefilled once for all of them."""
+    """Number of completions for the prompt. The prompt is prefilled once for all completions."""
     temperature: float = 1.0
-    """Sampling temperature. 0 takes the most likely token."""
+    """Sampling temperature. 0 means that the most likely token is always taken."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities sum to this."""
+    """Sample from the smallest set of most likely tokens whose probabilities sum to at least this value."""
     top_k: int = -1
     """Sample from this many most likely tokens. -1 or 0 means all."""
     min_p: float = 0.0
     """Exclude tokens less likely than this fraction of the most likely one's probability."""
     seed: int | None = None
-    """Random seed, which makes the request repeatable in any batch. None, or vLLM's -1, draws a seed from the engine's seed."""
+    """Random seed, which makes the request repeatable in any batch. With None or vLLM's -1, a seed is drawn from the engine's
+    random generator."""
     stop: tuple[str, ...] | list[str] | str | None = None
     """Texts that end the completion. A stop text is removed from the output."""
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
-    """Tokens that end the completion, in addition to the model's own."""
+    """Tokens that end the completion, in addition to the model's end-of-text tokens."""
     ignore_eos: bool = False
     """True to continue past the model's end-of-text tokens."""
     max_tokens: int | None = 16
@@ -109,9 +112,11 @@ class SamplingParams:
     min_tokens: int = 0
     """Minimum number of output tokens before an end-of-text token, stop token or stop text ends the completion."""
     best_of: int | None = None
-    """Number of completions drawn, of which the n with the largest sum of log-probabilities are returned. None means n."""
+    """Number of completions that are computed. The n completions with the largest sum of log-probabilities are returned. None
+    means n."""
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, and factor of negative logits, of tokens in prompt and output (Keskar et al. 2019)."""
+    """Number by which positive logits are divided, and negative logits multiplied, for tokens in the prompt and output (Keskar et
+    al. 2019)."""
     presence_penalty: float = 0.0
     """Value subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
@@ -125,14 +130,15 @@ class SamplingParams:
     bad_words_token_ids: Sequence[Sequence[int]] | None = ()
     """Token ids of the bad words. `LLM` sets this field from bad_words."""
     logits_processors: Sequence[str | LogitsProcessor] | None = ()
-    """Functions that change the logits before a token is sampled, or names that plugins registered."""
+    """Functions that change the logits before a token is sampled, or names under which plugins registered such functions."""
     extra_args: Mapping[str, Any] | None = None
     """Arguments for a plugin's logits processor."""
     structured_outputs: StructuredOutputsParams | None = None
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned, in addition to the sampled token's. -1 means all."""
     prompt_logprobs: int | None = None
-    """Like logprobs, for each prompt token except the first. The prompt is then computed without the prefix cache."""
+    """Number of most likely tokens whose log-probabilities are returned for each prompt token except the first, like `logprobs`.
+    The prompt is then computed without the prefix cache."""
     include_stop_str_in_output: bool = False
     """True to keep the stop text, or the text of the stop token, at the end of the output."""
     skip_special_tokens: bool = True
@@ -183,11 +189,11 @@ class SamplingParams:
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def settled(self) -> Self:
-        """Return a copy for a request. :raises ConfigError: if a list has been changed to an invalid value since its check."""
+        """Return a copy for a request. :raises ConfigError: if a list was changed to an invalid value after it was checked."""
         return replace(self) if any(getattr(self, name) for name in _FILLED) else self.clone()
 
     def clone(self) -> Self:
-        """Return a copy whose attributes can be changed independently; functions are shared."""
+        """Return a copy whose attributes can be changed independently. Functions are shared with the original."""
         made = copy.copy(self)
         for name in _FILLED:
             value = getattr(self, name)
@@ -257,7 +263,7 @@ class SamplingParams:
 
     @property
     def num_drawn(self) -> int:
-        """Number of completions that the engine computes."""
+        """Number of completions that the engine computes, which may exceed n."""
         return self.n if self.best_of is None else self.best_of
 
 
@@ -289,7 +295,7 @@ def _ids(values: Sequence[object] | None) -> bool:
 
 
 def _text(value: object) -> bool:
-    """Return whether a value is a non-empty text that a tokenizer accepts, without unpaired surrogates."""
+    """Return whether a value is a non-empty text without unpaired surrogates, so that a tokenizer accepts it."""
     try:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:
@@ -297,7 +303,7 @@ def _text(value: object) -> bool:
 
 
 def _listed(value: object) -> bool:
-    """Return whether a value is a list of at most MOST_LISTED items, since a range may be longer."""
+    """Return whether a value is a sequence of at most MOST_LISTED items, and not a text or bytes."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray, memoryview)):
         return False
     try:

@@ -1,4 +1,5 @@
-"""Vocabulary sharded over ranks: each rank picks among its tokens, and only one number per row is exchanged if possible."""
+"""Vocabulary sharded over ranks. Each rank chooses among the tokens of its shard. If possible, only one number per row is
+exchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def pack(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Pack float32 scores, and tokens (int64) in the low bits, into int64 numbers ordered like the scores. NaN is the largest."""
+    """Pack float32 scores and int64 tokens into int64 numbers that are ordered like the scores. The tokens are in the low bits,
+    and NaN is the largest score."""
     # Adding 0 turns -0 into 0; NaNs have many bit patterns, with either sign.
     bits = torch.where(scores.isnan(), torch.nan, scores + 0.0).view(torch.int32).long()
     return (_in_order(bits) << 32) | (_LOW - tokens)
@@ -49,13 +51,16 @@ def scores_of(numbers: Tensor) -> Tensor:
 
 
 def _in_order(bits: Tensor) -> Tensor:
-    """Convert between the bits of floats and integers in the floats' order; the function is its own inverse."""
+    """Convert the bits of floats to integers in the order of the floats, or back. The function is its own inverse."""
     return bits ^ ((bits >> 31) & _MAGNITUDE)
 
 
 def best_of_part(logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
-    """Return each row's best token in a rank's shard, int64 [rows], see `pack`. logits: [rows, shard]. first: the shard's first
-    token. The score is the logit if scales is None or the row's scale is 0, else that of `sampler.draw`."""
+    """Return each row's best token in a rank's shard, int64 [rows], packed by `pack`.
+
+    logits: [rows, shard]. first: first token of the shard. The score of a token is its logit if `scales` is None or the row's
+    scale is 0. Otherwise, it is the score that `sampler.draw` computes.
+    """
     scores = logits.float()
     if scales is not None and keys is not None:
         drawn = scores * scales[:, None] - exponential(keys, logits.shape[1], first).log_()
@@ -65,13 +70,15 @@ def best_of_part(logits: Tensor, scales: Tensor | None, keys: Tensor | None, fir
 
 
 def winners(numbers: Tensor) -> Tensor:
-    """Return the best token over ranks: int64 [rows], NOT_A_TOKEN if a score is NaN. numbers: int64 [ranks, rows]."""
+    """Return the best token over all ranks: int64 [rows], NOT_A_TOKEN if a score is NaN. numbers: int64 [ranks, rows], packed by
+    `pack`."""
     best = numbers.amax(dim=0)
     return torch.where(scores_of(best).isnan(), NOT_A_TOKEN, tokens_of(best))
 
 
 def most_likely(logits: Tensor, k: int, first: int, scales: Tensor | None = None) -> Tensor:
-    """Return each row's k most likely tokens in the shard, int64 [rows, k] (see `pack`), best first. scales: float32 [rows]."""
+    """Return each row's k most likely tokens in the shard, int64 [rows, k], packed by `pack`, best first. first: first token of
+    the shard. scales: float32 [rows], or None."""
     own = logits.float()
     tokens = torch.arange(first, first + own.shape[1], device=own.device)
     at = pack(own if scales is None else own * scales[:, None], tokens).topk(k, dim=-1).indices
@@ -87,7 +94,8 @@ def vocabulary_of(sampling: SamplingOps, size: int, ranks: Ranks) -> Vocabulary:
 
 
 def join_logits(own: Tensor, size: int, ranks: Ranks) -> Tensor:
-    """Return the gathered logits of all ranks: [rows, size]. own: [rows, width], see `Model.compute_logits`."""
+    """Return the logits gathered from all ranks: [rows, size]. own: this rank's logits, [rows, width]; see
+    `Model.compute_logits`."""
     parts, width = ranks.all_gather(own.contiguous()), own.shape[1]
     return torch.cat([part[:, : size - rank * width] for rank, part in enumerate(parts) if rank * width < size], 1)
 
@@ -157,7 +165,8 @@ class RankedVocabulary:
         return out.index_copy_(0, self._up(numpy.flatnonzero(~few), logits), whole)
 
     def _candidates(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Return logits of all tokens, -inf except for each rank's most likely ones, which include the most likely overall."""
+        """Return logits of all tokens, which are -inf except for each rank's most likely tokens. These include the most likely
+        tokens overall."""
         scales = upload(torch.from_numpy(rows.scales), logits.device)
         k = int(rows.top_k.max())
         numbers = torch.cat(self._ranks.all_gather(most_likely(self._some(logits, rows.at), k, self._first, scales)).unbind(), 1)
@@ -166,7 +175,8 @@ class RankedVocabulary:
         return out.scatter_(1, tokens_of(numbers), scores_of(numbers).to(out.dtype))[:, : self._size]
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
-        """Score tokens, see `Vocabulary.score`. Ranks exchange the k best and a sum of exponentials if these are smaller."""
+        """Return the scores of tokens; see `Vocabulary.score`. Ranks exchange the k best tokens and a sum of exponentials if
+        these take fewer bytes than the logits."""
         if not self._fits(k, logits):
             return score(self.whole(logits, reason), tokens, k)
         own = logits.float()
@@ -190,7 +200,7 @@ class RankedVocabulary:
         return join_logits(logits, self._size, self._ranks)
 
     def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
-        """Count a graph's gathers, see `Vocabulary`. A graph gathers all its rows."""
+        """Count a graph's gathers; see `Vocabulary.filtered_in_graph`. A graph gathers all its rows."""
         needs = numpy.bitwise_or.reduce(_needs_of(filters))
         self._count(numpy.full(num_rows, needs, dtype=numpy.int32))
 
@@ -206,7 +216,7 @@ class RankedVocabulary:
                 self._gathers.reasons[reason] += count
 
     def _fits(self, k: NDArray[numpy.float32] | int, logits: Tensor) -> NDArray[numpy.bool_] | bool:
-        """Return whether k candidates per rank take fewer bytes than its shard of a row."""
+        """Return whether k candidates per rank take fewer bytes than the rank's shard of a row of logits."""
         fits: NDArray[numpy.bool_] | bool = _NUMBER * k <= logits.shape[1] * logits.element_size()
         return fits
 
@@ -218,7 +228,7 @@ class RankedVocabulary:
 
 
 def _needs_of(filters: NDArray[numpy.float32]) -> NDArray[numpy.int32]:
-    """Return int32 [rows]: the needs that filters, float32 [4, rows] (see `TokenFilter`), imply."""
+    """Return int32 [rows]: the needs that filters imply. filters: float32 [4, rows], one `TokenFilter` per column."""
     active, top_k, top_p, log_min_p = filters
     top = numpy.where((active > 0) & ((top_k > 0) | (top_p < 1)), int(Need.TOP), 0)
     likely = numpy.where((active > 0) & (log_min_p > -numpy.inf), int(Need.MIN_P), 0)

@@ -1,4 +1,4 @@
-"""Sampling of one token per row of logits: needs of each row's parameters, draws, and the vocabulary interface."""
+"""Sampling of one token per row of logits: needs that follow from each row's parameters, draws, and the vocabulary interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.core.sampling.verification import AcceptDrafts, accept_drafts
 
 
 class Need(IntFlag):
-    """Flag for a feature of the sampling of a token from logits."""
+    """Flags for operations and data that sampling a token needs, according to the request's parameters."""
 
     TOP = 1
     MIN_P = 2
@@ -49,13 +49,13 @@ SHAPING = (
 )
 """Needs that change the logits before a token is sampled."""
 FILTERING = Need.TOP | Need.MIN_P
-"""Needs that a kernel may meet without changed logits, see `SamplingOps.filter`."""
+"""Needs that a kernel may meet without changing the logits; see `SamplingOps.filter`."""
 ON_HOST = Need.PROCESSOR | Need.GRAMMAR
 """Needs for which the host must know the previous tokens."""
 OF_HISTORY = Need.PENALTY | Need.BAD_WORDS
 """Needs for which the device must know the previous tokens."""
 OF_TOKENS = ON_HOST | OF_HISTORY | Need.PROMPT_LOGPROBS
-"""Needs for which an executor receives the tokens with which a sequence begins in a row."""
+"""Needs for which an executor receives the tokens of a sequence when the sequence begins in a row."""
 
 REASONS = {
     Need.TOP: "top_k or top_p",
@@ -70,16 +70,17 @@ REASONS = {
     Need.LOGPROBS: "logprobs",
     Need.PROMPT_LOGPROBS: "prompt_logprobs",
 }
-"""Need -> name of the request parameter, for EngineStats."""
+"""Need -> name of the request parameter that causes it, for EngineStats."""
 
 
 def scale_of(params: SamplingParams) -> float:
-    """Return 1 / temperature, or 0 for greedy. Otherwise never 0 or infinite in float32, as it is multiplied with -inf and 0."""
+    """Return 1 / temperature, or 0 for greedy sampling. Without greedy sampling, the result is never 0 or infinite in float32,
+    because it is multiplied by -inf and 0."""
     return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
 
 
 def need_of(params: SamplingParams) -> Need:
-    """Return all needs of the parameters."""
+    """Return all needs that the parameters cause."""
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     words = params.bad_words_token_ids or ()
     wanted_by = {
@@ -120,26 +121,29 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logits [rows, vocab_size], scales float32 [rows], keys int64 [rows]) -> int64 [rows], one token per row, like `draw`."""
+"""Function (logits [rows, vocab_size], scales float32 [rows], keys int64 [rows]) -> tokens int64 [rows], with the same meaning as
+`draw`."""
 
 
 def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-    """Return a draw from each row's softmax(logits * scale), where scale = 1 / temperature. Equal keys give equal draws."""
+    """Return a token for each row, drawn from softmax(logits * scale), where scale = 1 / temperature. Equal keys and logits give
+    equal draws."""
     # The argmax of logit - log(e), with e from Exp(1), is a draw from the softmax (Gumbel-max), without a sum over the row.
     noise = exponential(keys, logits.shape[-1])
     return (logits.float() * scales[:, None] - noise.log_()).argmax(dim=-1)
 
 
 Filter = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logits [rows, vocab_size], others int64 [rows], keys int64 [rows], filters float32 [4, rows]) -> tokens, int64 [rows].
+"""Function (logits [rows, vocab_size], others int64 [rows], keys int64 [rows], filters float32 [4, rows]) -> tokens int64 [rows].
 
-A column of filters is a `filtering.TokenFilter`. The token is drawn (see `draw`) from the filtered logits times the scale. A row
-with a NaN logit gets NOT_A_TOKEN, and a row with scale 0 its token from `others`.
+Each column of filters is a `filtering.TokenFilter`. The token is drawn (see `draw`) from the filtered logits times the scale. A
+row with a NaN logit gets NOT_A_TOKEN. A row with scale 0 gets its token from `others`.
 """
 
 
 BestOfPart = Callable[[Tensor, Tensor | None, Tensor | None, int], Tensor]
-"""(logits [rows, shard], scales and keys as for `Draw` or None, first token) -> int64 [rows], see `ranked_vocabulary`."""
+"""Function (logits [rows, shard], scales, keys, first token of the shard) -> int64 [rows], like `ranked_vocabulary.best_of_part`.
+scales and keys are as for `Draw`, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +153,15 @@ class SamplingOps:
     greedy: Callable[[Tensor], Tensor] = greedy
     draw: Draw = draw
     choose: Draw | None = None
-    """Draw and greedy in one kernel: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN if a logit is NaN. None if missing.
-    """
+    """Kernel that samples both drawn and greedy rows: like `draw`, but a row with scale 0 is greedy, and NOT_A_TOKEN if a logit
+    is NaN. None if no such kernel is available."""
     filter: Filter | None = None
-    """Draw from the tokens that top_k, top_p and min_p keep. None means that torch's operations filter the logits first."""
+    """Kernel that draws from the tokens that remain after top_k, top_p and min_p. None means that torch's operations filter the
+    logits first."""
     best_of_part: BestOfPart | None = None
-    """Function for the best token in a rank's shard. None means `ranked_vocabulary.best_of_part`."""
+    """Kernel that returns the best token in a rank's shard. None means `ranked_vocabulary.best_of_part`."""
     winners: Callable[[Tensor], Tensor] | None = None
-    """Function for the best token over ranks. None means `ranked_vocabulary.winners`."""
+    """Kernel that returns the best token over all ranks. None means `ranked_vocabulary.winners`."""
     accept_drafts: AcceptDrafts = accept_drafts
     """Function that compares drafts with the tokens sampled at their positions."""
 
@@ -173,13 +178,16 @@ class Draws(NamedTuple):
     keys: NDArray[numpy.int64]
     """int64 [rows]: keys of the random numbers, see `keys_of`."""
     filters: NDArray[numpy.float32] | None = None
-    """float32 [4, rows]: a `TokenFilter` per row, with scale 0 for none. None if no row filters or there is no filter kernel."""
+    """float32 [4, rows]: one `TokenFilter` per row, with scale 0 for rows that do not filter. None if no rows filter, or without
+    a filter kernel."""
 
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
     """Return the next token of each row: int64 [rows], NOT_A_TOKEN if a logit is NaN.
-    logits: [rows, vocab_size]. best: result of `greedy`, if known. A row's token depends only on its logits, scale and key:
-        batching, preemption, and dropped tokens that were sampled in advance do not change it."""
+
+    logits: [rows, vocab_size]. best: result of `greedy`, if known. A row's token depends only on the row's logits, scale, key and
+    filter. Batching, preemption, and dropped tokens that were sampled in advance do not change it.
+    """
     if draws.filters is not None:
         return _filtered(logits, draws, draws.filters, ops, best)
     if not draws.scales.any():
@@ -209,14 +217,16 @@ def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops
 
 
 LANES = 128
-"""Number of columns between consecutive numbers of one counter. Neighbouring counters are neighbouring columns, for kernels."""
+"""Distance in columns between consecutive numbers of one counter. Neighbouring columns thus use neighbouring counters, which
+suits kernels."""
 
 
 def exponential(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
-    """Return Exp(1) numbers, float32 [rows, num_tokens], from counters instead of a generator's state (Salmon et al. 2011).
+    """Return Exp(1) random numbers, float32 [rows, num_tokens], from counters instead of a generator's state (Salmon et al.
+    2011).
 
-    Each depends only on its row's key and its token, so that a draw can be repeated, dropped, or batched without changing any
-    other. first: token of the first column.
+    Each number depends only on its row's key and its token, so a draw can be repeated, dropped or batched without changing any
+    other draw. first: token of the first column.
     """
     before, skipped = divmod(first, 4 * LANES)
     groups = -(-(skipped + num_tokens) // (4 * LANES))
@@ -235,10 +245,10 @@ _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
-    """Return Philox4x32-7 random numbers (Salmon et al. 2011): 7 rounds are the fewest that pass every test of BigCrush.
+    """Return Philox4x32-7 random numbers (Salmon et al. 2011). Seven rounds are the fewest that pass every test of BigCrush.
 
-    A counter gives four numbers, with two 32-bit multiplications per round, which are fast on a GPU. Words are int64 from 0 to
-    2^32 - 1, because torch has no uint32 arithmetic; a multiplication wraps around, but the bits used are correct.
+    A counter gives four numbers. Each round takes two 32-bit multiplications, which are fast on a GPU. Words are int64 from 0 to
+    2^32 - 1, because torch has no uint32 arithmetic. A multiplication may overflow, but the bits that are used are correct.
     """
     (a, b, c, d), (left, right) = counter, key
     for _ in range(7):
@@ -250,7 +260,7 @@ def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
 
 
 def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
-    """Return the random-number keys of draws: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
+    """Return the keys of the random numbers for draws: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
 
     def mix(x: NDArray[Any]) -> NDArray[Any]:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -263,8 +273,8 @@ def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[in
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Return the seed of one completion: the request's seed for the first, keys of unused positions for the others, since seed +
-    index could be another request's seed."""
+    """Return the seed of one completion. The first completion uses the request's seed. The others use keys of unused positions,
+    because seed + index could be the seed of a different request."""
     return seed if index == 0 else int(keys_of([seed], [-index])[0])
 
 
@@ -279,28 +289,29 @@ class ChangingRows(NamedTuple):
     """Rows whose logits change before their tokens are sampled; the arrays are in host memory."""
 
     at: NDArray[numpy.int64]
-    """int64 [changing]: index of the row among the step's rows."""
+    """int64 [number of changing rows]: index of each row among the step's rows of logits."""
     needs: NDArray[numpy.int32]
-    """int32 [changing]: `Need` flags."""
+    """int32 [number of changing rows]: `Need` flags."""
     filters: NDArray[numpy.float32]
-    """float32 [4, any]: a `TokenFilter` per column."""
+    """float32 [4, number of columns]: one `TokenFilter` per column."""
     columns: NDArray[numpy.int64]
-    """int64 [changing]: column of `filters` for each row."""
+    """int64 [number of changing rows]: column of `filters` for each row."""
 
     @property
     def scales(self) -> NDArray[numpy.float32]:
-        """float32 [changing]: 1 / temperature of rows that filter."""
+        """float32 [number of changing rows]: scale of each row's `TokenFilter`. 0 for rows that do not filter."""
         scales: NDArray[numpy.float32] = self.filters[0, self.columns]
         return scales
 
     @property
     def top_k(self) -> NDArray[numpy.float32]:
-        """float32 [changing]: number of most likely tokens on which a row's token depends. 0 means all."""
+        """float32 [number of changing rows]: number of most likely tokens on which each row's token depends. 0 means all
+        tokens."""
         top_k: NDArray[numpy.float32] = self.filters[1, self.columns] * (self.needs & SHAPING & ~FILTERING == 0)
         return top_k
 
     def only(self, some: NDArray[numpy.bool_]) -> ChangingRows:
-        """Return a subset of the rows."""
+        """Return the rows for which `some` is True."""
         return ChangingRows(self.at[some], self.needs[some], self.filters, self.columns[some])
 
 
@@ -313,7 +324,7 @@ class Gathers:
     candidates: int = 0
     """Number of rows for which each rank sent only its most likely tokens."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Parameter -> number of rows gathered in full because of it. A row with several parameters counts under each."""
+    """Parameter -> number of rows gathered in full because of it. A row counts for each of its parameters that need this."""
 
 
 class Vocabulary(Protocol):
@@ -321,28 +332,29 @@ class Vocabulary(Protocol):
 
     @property
     def sampling(self) -> SamplingOps:
-        """Operations on such logits, which may be captured in a CUDA graph."""
+        """Operations on the model's logits, which may be captured in a CUDA graph."""
 
     def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
         """Return a token for each row; see `sampler.sample`."""
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
-        """Return logits of all tokens, for all or only the changing rows; -inf where a row's token does not depend on them."""
+        """Return logits of all tokens, either for all rows or only for the changing rows. Logits on which a row's token does not
+        depend may be -inf."""
 
     def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Return a token for each row of logits of the whole vocabulary."""
+        """Return a token for each row of changed logits, which cover the whole vocabulary."""
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
-        """Return the scores of tokens; see `logprobs.score`. reason: parameter that needs them."""
+        """Return the scores of tokens; see `logprobs.score`. reason: name of the parameter that needs the scores."""
 
     def whole(self, logits: Tensor, reason: str) -> Tensor:
-        """Return the logits of all rows over the whole vocabulary. reason: parameter that needs them."""
+        """Return the logits of all rows over the whole vocabulary. reason: name of the parameter that needs the logits."""
 
     def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
-        """Count the gathers of a graph with filters and num_rows rows. filters: float32 [4, rows], see `Draws`."""
+        """Count the gathers of a graph that filters `num_rows` rows. filters: float32 [4, rows]; see `Draws.filters`."""
 
     def take_gathers(self) -> Gathers | None:
-        """Return the gathers since the last call; None if there is only one rank."""
+        """Return the counts of gathers since the last call, or None if there is only one rank."""
 
 
 class WholeVocabulary:
@@ -351,7 +363,7 @@ class WholeVocabulary:
     def __init__(self, sampling: SamplingOps) -> None:
         self.sampling = sampling
         self.sample: Callable[..., Tensor] = partial(sample, ops=sampling)
-        """`sampler.sample` with these operations, without the cost of a wrapper."""
+        """The function `sampler.sample` with this vocabulary's operations, without the cost of a wrapper."""
         self.sample_changed = self.sample
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:

@@ -15,14 +15,15 @@ from headway.core.system.text import shown
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 MOST_FORM_BYTES: Final = 2**20
-"""Maximum bytes of a structured output, written as ASCII JSON."""
+"""Maximum size in bytes of a structured output, written as ASCII JSON."""
 _ELSEWHERE: Final = {"json_schema": "it is called json"}
 MOST_SCHEMA_LEVELS: Final = 120
-"""Maximum nesting of objects and arrays in a JSON schema; llguidance's JSON parser supports 124."""
+"""Maximum number of nested levels of objects and arrays in a JSON schema. llguidance's JSON parser supports 124 levels."""
 
 
 def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keywords of a call without vLLM's keywords that select a backend, which does not change the result."""
+    """Return the keywords of a call without vLLM's keywords that select a backend. The choice of backend does not change the
+    result."""
     return {name: value for name, value in given.items() if name not in ("backend", "disable_fallback")}
 
 
@@ -96,7 +97,8 @@ class StructuredOutputsParams:
             object.__setattr__(self, field, parse_json(given, f"structured_outputs.{field}"))
 
     def _check_size(self, kind: str) -> None:
-        """Check that the structured output can be passed to another process, and to llguidance's recursive JSON parser."""
+        """Check that the structured output is small enough for another process, and not nested too deeply for llguidance's
+        recursive JSON parser."""
         if _deeper(self.json if self.structural_tag is None else self.structural_tag, MOST_SCHEMA_LEVELS):
             raise ConfigError(f"structured_outputs.{kind}", f"at most {MOST_SCHEMA_LEVELS} levels of objects and arrays", "more")
         try:
@@ -117,7 +119,8 @@ class StructuredOutputsParams:
 
 
 def may_be_closed(schema: Any) -> bool:
-    """Return whether a JSON schema's unnamed properties can be forbidden: they cannot if several parts of it name properties."""
+    """Return whether a JSON schema's unnamed properties can be forbidden. They cannot if several parts of the schema name
+    properties."""
     return not any(word in json.dumps(schema, default=dict) for word in ('"allOf"', '"dependentSchemas"', '"if"'))
 
 
@@ -138,5 +141,6 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _has_halves(text: str) -> bool:
-    """Return whether a text holds an unpaired surrogate, as Python decodes command-line bytes that are not UTF-8."""
+    """Return whether a text contains an unpaired surrogate. Python decodes command-line bytes that are not UTF-8 to such
+    surrogates."""
     return any("\ud800" <= sign <= "\udfff" for sign in text)

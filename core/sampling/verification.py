@@ -1,4 +1,4 @@
-"""Verification of drafts: a draft is accepted if the model sampled the same token, up to the first mismatch."""
+"""Verification of drafts. Drafts are accepted as long as the model sampled the same tokens, up to the first mismatch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ class Verified(NamedTuple):
     """Outcome of a verification, on the device."""
 
     tokens: Tensor
-    """int64 [rows, drafts + 2]: the tokens sampled after the newest one and after each draft, then the number of accepted tokens
-    (drafts and the next token). One tensor, because a copy to the host costs more than its content."""
+    """int64 [rows, drafts + 2]: the tokens sampled after the newest token and after each draft, then the number of accepted
+    tokens (drafts and the next token). Both are in one tensor, because starting a copy to the host costs more than copying these
+    bytes."""
     newest: Tensor
     """int64 [rows]: the last accepted token."""
 
 
 AcceptDrafts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(sampled int64 [n, width], ids int64 [n, width], recomputed, rows int64 [n], newest) -> tokens, like `accept_drafts`."""
+"""Function (sampled int64 [n, width], ids int64 [n, width], recomputed int64 [n], rows int64 [n], newest) -> tokens, with the
+same meaning as `accept_drafts`."""
 
 
 def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
-    """Compare drafts with the tokens sampled at their positions. Return `Verified.tokens`; entries past a row's width are
-    invalid.
-    ids: query tokens of each sequence, of which the first `recomputed` are not new. sampled: tokens sampled after each of them.
-        newest: receives the last accepted token in the sequence's row."""
+    """Compare drafts with the tokens sampled at their positions. Returns `Verified.tokens`. Entries after the last query token of
+    a row are invalid.
+
+    ids: query tokens of each sequence, of which the first `recomputed` are not new. sampled: token sampled after each query
+    token. rows: row of each sequence in `newest`. newest: receives the last accepted token of each row.
+    """
     width, recomputed = sampled.shape[1], recomputed[:, None]
     columns = torch.arange(width, device=sampled.device)
     accepted = (sampled[:, :-1] == ids[:, 1:]) | (columns[:-1] < recomputed)
@@ -40,9 +44,11 @@ def accept_drafts(sampled: Tensor, ids: Tensor, recomputed: Tensor, rows: Tensor
 
 def verify(tokens: Tensor, drafts: Sequence[Sequence[int]]) -> Verified:
     """Return the verification of drafts against the tokens sampled at their positions, without waiting for the device.
+
     tokens: int64 [sum of drafts + 1], row by row. A draw depends only on seed and position, so an accepted draft is the token
-        that would have been drawn without drafts: greedy and drawn tokens stay the same, and no draft is accepted by chance
-        (compare Leviathan et al. 2023, who accept more drafts but preserve only the distribution)."""
+    that would have been drawn without drafts. Greedy and drawn tokens thus stay the same, and no draft is accepted by chance.
+    (Leviathan et al. 2023 accept more drafts, but preserve only the distribution.)
+    """
     most = max(map(len, drafts))
     # One copy holds the start of each row's tokens, and its drafts; padding equals no token.
     starts = torch.tensor([0, *(len(guessed) + 1 for guessed in drafts)])[:-1].cumsum(0)

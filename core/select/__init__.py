@@ -1,1 +1,1 @@
-"""Selection of a model's cache layout, block size and backends at start, and of the backend for every step."""
+"""Selection of a model's cache layout, block size and backends when the engine starts, and of the backend for every step."""

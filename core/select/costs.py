@@ -1,4 +1,4 @@
-"""Costs of backends: measured times, looked up by a step's shape. Independent of the source of the times."""
+"""Costs of backends: measured times, looked up by the shape of a step. This module does not depend on the source of the times."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from headway.core.contract.metadata import Phase
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The part of a step that one backend runs: sequences of the same phase and similar lengths."""
+    """Shape of the part of a step that one backend runs: sequences of the same phase and similar lengths."""
 
     phase: Phase
     batch: int
     query_len: int
-    """Number of new tokens per sequence: in DECODE 1, or 2 to 8 if draft tokens are verified."""
+    """Number of new tokens per sequence. In DECODE, it is 1, or 2 to 8 if draft tokens are verified."""
     kv_len: int
     """Number of cached plus new tokens per sequence."""
     captured: bool = False
-    """True if a CUDA graph replay runs the part. Host time for launches then does not count, nor plan time if the graph has fixed
-    lengths (prompts)."""
+    """True if a CUDA graph replay runs this part of the step. Host time for launches then does not count. Plan time does not
+    count either if the graph has fixed lengths (prompts)."""
 
     @classmethod
     def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
         """Return a shape with equal lengths that costs about as much as these sequences. There must be at least one sequence.
 
-        DECODE reads keys, so its lengths are means over the sequences. Prompts pair queries with keys, so theirs are means over
-        the tokens: one long prompt among many short ones, which is nearly all of the work, dominates.
+        DECODE reads keys, so its lengths are means over the sequences. Prompts pair queries with keys, so their lengths are means
+        over the tokens. One long prompt among many short prompts, which causes nearly all of the work, then dominates.
         """
         count, tokens = len(query_lens), sum(query_lens)
         if phase is Phase.DECODE:
@@ -44,11 +44,11 @@ class Shape:
 
 
 NO_BLOCKS = 0
-"""Block size of state layers: states are stored in slots, not blocks."""
+"""Block size in entries for state layers. States are stored in slots, not in blocks."""
 
 
 def state_shape(phase: Phase, batch: int, query_len: int) -> Shape:
-    """Return the shape under which times of state layers are stored. Tokens before the new tokens do not affect the time."""
+    """Return the shape under which times of state layers are stored. Cached tokens do not affect these times."""
     return Shape(Phase.DECODE if phase is Phase.DECODE else Phase.PREFILL, batch, query_len, query_len)
 
 
@@ -59,44 +59,49 @@ class Sample:
     shape: Shape
     backend: str
     layout: str | None
-    """Name of the layout. None if no cache is read (dense prefill), so that the time applies to every layout and block size."""
+    """Name of the layout. None if the backend reads no cache (dense prefill), in which case the time applies to every layout and
+    block size."""
     block_size: int | None
     layer_us: float | None
     """Device time in microseconds. None if the backend failed at this shape or was not tried."""
     plan_us: float = 0.0
-    """Host time of the plan per step in microseconds, shared by the layers."""
+    """Host time in microseconds to plan a step. The layers share one plan."""
     host_us: float = 0.0
-    """Host time per launch in microseconds. The longer of host and device time counts. 0 means a graph, or unknown."""
+    """Host time per launch in microseconds. The longer of host and device time counts. 0 means that a graph was measured, or the
+    time is unknown."""
     between: bool = False
     """True if the shape is between grid points, measured to refine the grid where the fastest backend changes."""
 
 
 Leaf = tuple[float, ...]
-"""Logarithms of times in microseconds, infinite if not measured."""
+"""Logarithms of times in microseconds. Infinite if a time was not measured."""
 Axes = tuple[int, ...]
 """Coordinates of a point. The axis that affects times most comes first."""
 _Node = tuple[list[float], list["_Node | Leaf"]]
 _Hat = tuple[float, float, float]
-"""Range of a correction along one axis: start, peak and end, linear in between. Towards an infinite end it stays constant."""
+"""Range of a correction along one axis: start, peak and end. The weight is linear in between, and constant towards an infinite
+start or end."""
 
 _AXES: dict[Phase, Callable[[Shape], Axes]] = {
     Phase.PREFILL: lambda shape: (shape.batch, shape.query_len),
     Phase.EXTEND: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
     Phase.DECODE: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
 }
-"""Phase -> axes of its times, outermost first. The innermost axis may reach further in one row than in the next."""
+"""Phase -> function that returns a shape's coordinates on the axes of the phase's times, outermost first. The range of the
+innermost axis may differ from row to row."""
 
 _Key = tuple[Phase, str, str | None, int | None]
 
 
 class CostTable:
-    """Times of one kind of layer: log-linear between measured points, constant beyond the outermost points.
+    """Times of one kind of layer. They are interpolated log-linearly between measured points, and constant beyond the outermost
+    points.
 
-    Device and host time are interpolated separately, and the longer counts. At small sizes the nearly constant host time hides
-    the device time; interpolating the longer of the two would overestimate both.
+    Device and host time are interpolated separately, and the longer counts. At small sizes, the nearly constant host time hides
+    the device time. Interpolating the longer of the two would overestimate the result.
 
-    If a point was not measured with a backend, or the backend failed at it, the backend's time is infinite up to the next points:
-    no backend is chosen without a measurement.
+    If a backend was not measured at a point, or failed there, its time is infinite up to the neighbouring points. So no backend
+    is chosen without a measurement.
     """
 
     def __init__(
@@ -107,8 +112,8 @@ class CostTable:
         excluded: Mapping[str, str] | None = None,
         phases: Collection[Phase] = tuple(Phase),
     ) -> None:
-        """noise: relative difference below which two times count as equal. excluded: backend -> reason not to choose it.
-        phases: phases in which the layer needs a backend; samples of other phases are ignored."""
+        """noise: relative difference below which two times count as equal. excluded: backend -> reason not to choose the backend.
+        phases: phases in which the layer needs a backend. Samples of other phases are ignored."""
         self.noise = noise
         self.source = source
         """Description of the source of the times, for the log."""
@@ -135,7 +140,8 @@ class CostTable:
         return Surface(*({axes(shape): found.get(shape, nothing) for shape in shapes} for shapes in points))
 
     def at(self, shape: Shape, backend: str, layout: str, block_size: int) -> tuple[float, float]:
-        """Return the time per layer and the plan time per step, in microseconds; infinite if the backend has no time."""
+        """Return the time per layer and the plan time per step, in microseconds. Both are infinite if the backend was not
+        measured."""
         surface = self._surfaces.get((shape.phase, backend, layout, block_size))
         surface = surface or self._surfaces.get((shape.phase, backend, None, None))
         if surface is None:
@@ -166,7 +172,7 @@ class StepCosts:
         object.__setattr__(self, "noise", max(table.noise for table, _ in self.parts))
 
     def step_us(self, backend: str, shape: Shape) -> float:
-        """Return the time of a step's calls in microseconds: one call per layer, plus one plan per kind of layer."""
+        """Return the total time in microseconds of a step with a backend: one call per layer, plus one plan per kind of layer."""
         total = 0.0
         for table, layers in self.parts:
             if shape.phase not in table.phases:
@@ -189,7 +195,8 @@ class StepCosts:
         return list(dict.fromkeys(shape for table, _ in self.parts for shape in table.between[phase]))
 
     def winners(self, phase: Phase, names: Sequence[str]) -> list[str]:
-        """Return the backends that are fastest at any measured point of a phase, ordered by their number of such points."""
+        """Return the backends that are fastest at any measured point of a phase. The backend that is fastest at the most points
+        comes first."""
         shapes = [*self.shapes(phase), *self.between(phase)]
         wins = [ranked[0][0] for shape in shapes if (ranked := self.ranking(shape, names))]
         return sorted(dict.fromkeys(wins), key=lambda name: -wins.count(name))
@@ -207,22 +214,23 @@ class CountAxis:
     counts: Sequence[int]
     """Numbers of rows, tokens or bytes, in ascending order."""
     nearest: bool = False
-    """True if other counts use the cell of the nearest count, by ratio. False if they use the next larger count."""
+    """True if other counts use the cell of the nearest count, by ratio. False if they use the cell of the next larger count."""
 
     def cell(self, count: int) -> int:
-        """Return the index in `counts` of the cell that a count uses, or the last index if the count is larger than all."""
+        """Return the index in `counts` of the cell that a count uses. A count larger than all others uses the last cell."""
         cell = min(bisect_left(self.counts, count), len(self.counts) - 1)
         closer_before = self.nearest and cell > 0 and count * count < self.counts[cell - 1] * self.counts[cell]
         return cell - closer_before
 
     def changes(self, serving: Callable[[int], str]) -> dict[int, str]:
-        """Return count -> name of the kernel used from this count on. serving: function that returns the kernel for a count."""
+        """Return a map from each count at which the kernel changes to the name of the kernel used from this count on. serving:
+        function that returns the kernel for a count."""
         names = [serving(count) for count in self.counts]
         starts = self.counts if self.nearest else [1, *(count + 1 for count in self.counts)]
         return {starts[cell]: name for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]}
 
     def describe(self, changes: Mapping[int, str], source: str) -> str:
-        """Return a description of the ranges in `changes`. source: source of the choice, in words."""
+        """Return a description of the ranges in `changes`. source: description of the source of the choice."""
         ranges = ", ".join(f"{name} from {start:,}" for start, name in changes.items())
         return f"{ranges} {self.unit} on ({source})"
 
@@ -236,13 +244,13 @@ class AxisTimes:
     """Kernel -> time in microseconds at each count. None if the kernel does not support the count, failed, or was skipped as
     too slow."""
     source: str
-    """Source of the times, in words."""
+    """Description of the source of the times."""
 
     def fastest(self, count: int, able: Iterable[str], handicap: Mapping[str, float] | None = None) -> str | None:
         """Return the fastest kernel at a count, or None if no kernel in `able` was measured at that count.
 
-        able: names of the kernels that support the count. handicap: kernel -> factor by which it must be faster than others;
-        1 by default.
+        able: names of the kernels that support the count. handicap: kernel -> factor by which the kernel must be faster than
+        others, 1 by default.
         """
         cell, factors = self.axis.cell(count), handicap or {}
         known = [(self.us[name][cell], name) for name in able if cell < len(self.us.get(name, ()))]
@@ -256,15 +264,17 @@ def _by_phase(samples: Iterable[Sample]) -> dict[Phase, list[Shape]]:
 
 
 class Surface:
-    """Times of one backend over a phase's axes: log-linear between grid points, constant beyond the grid.
+    """Times of one backend over a phase's axes. They are interpolated log-linearly between grid points, and constant beyond the
+    grid.
 
-    A point measured between two grid neighbours corrects the interpolation. The difference between its time and the interpolated
-    time is added in full at the point and decreases to zero at the next grid lines. (This is the hierarchical surplus of sparse
-    grids: Bungartz and Griebel 2004.) A single point can thus refine the grid without a whole row or column.
+    A point measured between two grid neighbours corrects the interpolation. The difference between the measured and the
+    interpolated time is added in full at the point, and decreases to zero at the next grid lines. This is the hierarchical
+    surplus of sparse grids (Bungartz and Griebel 2004). A single point can thus refine the grid without a whole row or column.
     """
 
     def __init__(self, grid: Mapping[Axes, Leaf], between: Mapping[Axes, Leaf]) -> None:
-        """grid: all grid points, infinite if not measured. between: points between grid points, in the order of measurement."""
+        """grid: times at all grid points, infinite if not measured. between: times at points between grid points, in the order of
+        measurement."""
         if not grid:
             grid, between = between, {}
         self._node = _nest(list(grid.items()))
@@ -273,7 +283,8 @@ class Surface:
         self._ends = [[-math.inf, *(math.log(value) for value in line), math.inf] for line in lines]
         """Boundaries of the grid cells on each axis."""
         self._reaching: dict[tuple[int, ...], Sequence[tuple[list[_Hat], Leaf]]] = {}
-        """Results of `_around`, cached by cell. A cell is, for each axis, the number of boundaries at or before a place."""
+        """Results of `_around`, keyed by grid cell. A cell is given by the number of boundaries at or below a point, for each
+        axis."""
         known = set(grid)
         # points on grid lines come first: points off the lines on two axes correct the surface that these have changed
         for axes, leaf in sorted(between.items(), key=lambda point: _off_lines(point[0], lines)):
@@ -287,7 +298,7 @@ class Surface:
             self._reaching.clear()
 
     def at(self, axes: Sequence[int]) -> Leaf:
-        """Return the logarithms of the times at a point."""
+        """Return the logarithms of the times at a point. axes: coordinates of the point."""
         place = [math.log(max(value, 1)) for value in axes]
         found = _interpolate(self._node, place)
         for hats, surplus in self._around(place):
@@ -297,8 +308,8 @@ class Surface:
         return found
 
     def _around(self, place: Sequence[float]) -> Sequence[tuple[list[_Hat], Leaf]]:
-        """Return the corrections that reach the grid cell around a place. They are cached, because the lookup runs in every
-        step."""
+        """Return the corrections that affect the grid cell around a point. place: logarithms of the point's coordinates. Results
+        are cached, because every step looks them up."""
         cell = tuple(bisect_right(line, value) for line, value in zip(self._ends, place, strict=True))
         found = self._reaching.get(cell)
         if found is None:
@@ -315,7 +326,8 @@ def _off_lines(axes: Axes, lines: Sequence[Sequence[int]]) -> int:
 
 
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
-    """Return a point's correction range along one axis: up to the next grid line, or to a nearer known point of the row."""
+    """Return the range of a point's correction along one axis. It extends to the next grid line, or to a nearer known point in
+    the same row."""
     value = axes[number]
     row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
     ends = sorted({*row, *line, value})

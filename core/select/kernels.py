@@ -43,7 +43,7 @@ B = TypeVar("B", bound=AttentionBackend | StateBackend)
 L = TypeVar("L", bound=CacheLayout | StateLayout)
 
 Check = Callable[[Any, OperationKind, str, str], Any]
-"""Function (result of `load`, kind, name, owner) -> kernel class. It raises PluginError if the class is invalid."""
+"""Function that maps (result of `load`, kind, name, owner) to a kernel class. It raises PluginError if the class is invalid."""
 
 
 class RankHook(NamedTuple):
@@ -53,12 +53,12 @@ class RankHook(NamedTuple):
     owner: str
     function: Callable[..., object]
     takes: Sequence[str]
-    """The function's parameters, out of spec, phase and candidates."""
+    """Names of the function's parameters, a subset of spec, phase and candidates."""
 
     def order(self, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str] | None:
         """Return the candidates, best first, or None to leave the order to the next plugin.
 
-        Exceptions of the plugin are passed on.
+        Exceptions that the plugin raises are passed on.
 
         :raises PluginError: if the result is not a permutation of the candidates.
         """
@@ -78,7 +78,7 @@ class KernelEntry:
 
     info: KernelInfo
     owner: str
-    """"built-in", or the distribution (or object) that registered it."""
+    """"built-in", or the name of the distribution (or object) that registered the kernel."""
 
 
 class KernelRegistry(Generic[K, T]):
@@ -164,13 +164,13 @@ class KernelRegistry(Generic[K, T]):
         return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
 
     def classes(self, device_type: str) -> list[type[K]]:
-        """Return the classes of `all_able`."""
+        """Return the classes of the kernels that `all_able` names."""
         return [self.backend(name) for name in self.all_able(device_type)]
 
     def supports(self, name: str, *asked: Any) -> Support:
         """Return whether a kernel can run on this machine and supports a layer.
 
-        asked: arguments for the `supports` of the kernel's class, the layer's spec first.
+        asked: arguments of the `supports` method of the kernel's class, beginning with the layer's spec.
         """
         able = self.able(name, asked[0].device.type)
         if not able:
@@ -184,7 +184,8 @@ class KernelRegistry(Generic[K, T]):
         return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
 
     def _with_known_layout(self, reason: Reason) -> Reason:
-        """Replace a hint to use an unregistered layout, since a backend may support layouts of another plugin."""
+        """Replace a hint that recommends an unregistered layout: a backend may support layouts that only a different plugin
+        registers."""
         option, _, layout = reason.hint.partition(" ")
         if option != "--kv-layout" or layout in self.layouts:
             return reason
@@ -251,7 +252,7 @@ class Kernels:
         return self.attention.availability(name)
 
     def able(self, device: torch.device) -> list[str]:
-        """Return the attention backends that support a type of device and can run on this machine; see
+        """Return the names of the attention backends that support the device's type and can run on this machine; see
         `KernelRegistry.all_able`."""
         return self.attention.all_able(device.type)
 
@@ -275,7 +276,7 @@ class Placement(NamedTuple, Generic[L]):
 DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
 """Block sizes to try, in this order, if the user sets none. Small blocks come first because they waste least memory."""
 VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
-"""Phase in which state layers need a kernel -> name of the kernel's method for it. PREFILL includes EXTEND."""
+"""Phase in which state layers need a kernel -> name of the kernel method for the phase. PREFILL includes EXTEND."""
 
 
 class Candidates(ABC, Generic[S, B, L]):
@@ -283,7 +284,8 @@ class Candidates(ABC, Generic[S, B, L]):
 
     kind: ClassVar[OperationKind]
     options: ClassVar[str]
-    """Command-line options that select a request, a layout and a block size, as a format string."""
+    """Command-line options of the choice, as a format string: the backend request and, for attention, the layout and the block
+    size."""
     per_step: ClassVar[bool]
     """True if the kernel of a phase may change from step to step."""
 
@@ -299,7 +301,7 @@ class Candidates(ABC, Generic[S, B, L]):
         self.counts = counts
         """Kind of layer that needs kernels -> number of layers of this kind."""
         self.specs = specs
-        """Phase -> distinct specs of the layers in it. Only phases in which a layer needs a kernel are included."""
+        """Phase -> distinct specs of the layers in the phase. Phases in which no layer needs a kernel are missing."""
         self.places = places
         """Placements that the user's options allow, preferred first."""
         self.all_places = all_places
@@ -307,7 +309,7 @@ class Candidates(ABC, Generic[S, B, L]):
 
     @property
     def first(self) -> S:
-        """Spec of the first layer in the last phase, which is the spec with a cache if the layer has one."""
+        """Spec of the first layer in the last phase. If the layer has a cache, this is the spec of the cache."""
         return [*self.specs.values()][-1][0]
 
     @abstractmethod
@@ -323,7 +325,7 @@ class Candidates(ABC, Generic[S, B, L]):
         """Return the workload's steps as (shape, number of steps), with shapes as in these layers' cost tables."""
 
     def helper(self, name: str, phase: Phase, place: Placement[L]) -> str:
-        """Return the name of the kernel that runs part of the work of the kernel `name`, or "" if there is none."""
+        """Return the name of the kernel that runs some of the work for the kernel `name`, or "" if there is none."""
         return ""
 
     def reasons(self, name: str, phase: Phase, place: Placement[L]) -> tuple[Reason, ...]:
@@ -393,8 +395,8 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         return [(shape, count) for shape, count in asked.steps() if shape.phase in self.specs]
 
     def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
-        """Return the layout of a layer's cache: the chosen one, or the first registered layout that fits if that cannot hold the
-        values.
+        """Return the layout of a layer's cache: the chosen layout if it can hold the layer's values, else the first registered
+        layout that can.
 
         Layers differ in whether their value is part of the key or separate.
         """
@@ -404,8 +406,8 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         return next((other for other in self._layouts if other.has_value is not spec.value_in_key), chosen)
 
     def gathering(self, name: str, place: Placement[CacheLayout]) -> Backends:
-        """Return instances for attention over a latent layer's gathered and up-projected context (MLA), if the backend supports
-        it."""
+        """Return spec -> instance for attention over a latent (MLA) layer's gathered, up-projected context. Specs that the
+        backend does not support are missing."""
         found = {}
         for spec, dense in self._layers.expanded.items():
             cached = replace(dense, dense=False)
@@ -430,7 +432,7 @@ class ComposedState(StateBackend):
         self.graph_level = min(convolution.graph_level, recurrence.graph_level)  # type: ignore[misc]
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the workspace size of the two backends, plus that of the tensor passed between them, in bytes."""
+        """Return the total workspace size, in bytes: the workspaces of both backends, and the tensor passed between them."""
         between = max_num_tokens * self.spec.conv_channels * self.spec.dtype.itemsize
         parts = (self._convolution, self._recurrence)
         return between + sum(part.workspace_bytes(max_num_tokens, max_num_seqs) for part in parts)

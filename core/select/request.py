@@ -105,15 +105,16 @@ class LayerSpecs:
     states: Sequence[StateSpec] = ()
     """Spec of each state layer, in layer order."""
     placed: torch.device | None = None
-    """Device of a model without attention and state layers. None if the model has any, since specs name their device."""
+    """Device of a model that has neither attention nor state layers. None for other models, since the specs of their layers name
+    the device."""
 
     @classmethod
     def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
         """Return the specs of a model's layers with the dtype that the user chose for their caches.
 
         kv_cache_dtype: auto, which keeps the model's choice, or a name in KV_DTYPES. kv_scales: (k_scale, v_scale) of each
-        layer's FP8 cache from the checkpoint. None means 1, or the layer's own scales if its cache is FP8 by itself. An int8
-        cache stores its own scales.
+        layer's FP8 cache, from the checkpoint. None keeps the scales in the model's specs, which are 1 unless the model itself
+        uses an FP8 cache. An int8 cache stores its own scales.
         """
         cached = list(model.attention_specs)
         if kv_cache_dtype != "auto":
@@ -141,7 +142,8 @@ class LayerSpecs:
 
     @cached_property
     def counts(self) -> Mapping[AttentionSpec, int]:
-        """Kind of layer that backends must support (`AttentionSpec.kind`), including non-absorbed ones -> number of layers."""
+        """Kind of layer that backends must support (`AttentionSpec.kind`) -> number of layers. Non-absorbed kinds of latent
+        layers are included."""
         specs = [*self.cached, *(self.expanded[spec] for spec in self.cached if spec in self.expanded)]
         return Counter(spec.kind for spec in specs)
 
@@ -156,12 +158,13 @@ class LayerSpecs:
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        """Phases in which any layer needs a backend: only PREFILL if no layer has a cache, and none without attention layers."""
+        """Phases in which any layer needs a backend: only PREFILL if no layer has a cache. Empty if the model has no attention
+        layers."""
         asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
         return [phase for phase in Phase if phase in asked]
 
     def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
-        """Return the phases in which layers use a spec, or a kind of spec, whether a cache's or non-absorbed."""
+        """Return the phases in which layers use a spec or a kind of spec. spec: spec of a cache, or a non-absorbed spec."""
         if spec.dense:
             return frozenset({Phase.PREFILL})
         latent = any(spec.kind == cached.kind for cached in self.expanded)
@@ -169,9 +172,10 @@ class LayerSpecs:
 
 
 _CHUNK = 2048
-"""Number of prompt tokens per step that is assumed for a workload."""
+"""Assumed number of prompt tokens per step of a workload."""
 _MOST = 1 << 24
-"""Maximum number of requests, and of tokens per request: far beyond real workloads, and still fast to evaluate."""
+"""Maximum number of requests, and of tokens per request. Real workloads are far smaller, and a workload of this size is still
+evaluated fast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ class StepChooser:
     once."""
 
     def __init__(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> None:
-        """costs: measured times. names: phase -> backends among which it may switch; other phases must not be passed to
-        `choose`."""
+        """costs: measured times. names: phase -> backends among which the chooser may switch. Phases that are missing must not be
+        passed to `choose`."""
         self.costs = costs
         self.names = names
         self._choices: dict[tuple[Phase, int, int, int], _Choice | None] = {}
@@ -44,9 +44,10 @@ class StepChooser:
         self._reported: set[Phase] = set()
 
     def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
-        """Return the backend for a part of a step, or None if none was measured. It becomes the current backend of the phase.
+        """Return the backend for the sequences of one phase in a step, or None if no backend was measured. The result becomes the
+        phase's current backend.
 
-        query_len, kv_len: lengths of each sequence in the part; for unequal lengths, see `Shape.of`.
+        query_len, kv_len: lengths of each of these sequences; for unequal lengths, see `Shape.of`.
         """
         key = (phase, batch, _rounded(query_len), _rounded(kv_len))
         try:
@@ -73,7 +74,8 @@ class StepChooser:
     def decode_candidates(self, batch: int) -> list[str]:
         """Return the backends to capture in decode graphs of a batch size, at most two.
 
-        The first is best over all measured lengths. A second is faster than the first at some length, by more than the noise.
+        The first backend is the best over all measured lengths. The second, if any, is faster than the first at some length by
+        more than the noise.
         """
         if batch not in self._candidates:
             self._candidates[batch] = self._find_candidates(batch)
@@ -128,15 +130,18 @@ def _rounded(length: int) -> int:
 
 
 _WORKLOAD_GAIN, _TYPICAL_GAIN = 0.15, 0.035
-"""Minimum gains, as logarithms, over the workload and at the typical point, for a placement to replace a placement earlier in
-the order. The workload depends on a few points, each with noise; the typical point is a mean over all points, with little noise.
-Small blocks, which waste less memory, are first in the order."""
+"""Minimum gains, as logarithms, with which a placement is preferred to an earlier one: over the workload, and at the typical
+point.
+
+The workload depends on a few points, each with noise. The typical point is a mean over all points and has little noise.
+Placements with small blocks, which waste less memory, come first.
+"""
 _NOISES = 4.0
 """Minimum gain over the workload, as a multiple of the noise. At the typical point, the minimum gain is the noise."""
 
 
 NO_ATTENTION = "none"
-"""Placeholder for a backend's name if no layer needs one."""
+"""Placeholder for the name of a backend if no layer needs a backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class Selection(Generic[L]):
     names: Mapping[Phase, str]
     why: str
     others: Mapping[Phase, Sequence[str]] = field(default_factory=dict)
-    """Phase -> backends that it may switch to from step to step."""
+    """Phase -> backends to which the phase may switch from step to step."""
     helpers: Mapping[Phase, str] = field(default_factory=dict)
     """Phase -> kernel that runs convolutions for the chosen kernel."""
 
@@ -243,8 +248,8 @@ class MeasuredChoice:
         return total if math.isfinite(total) else None
 
     def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
-        """Return the fastest backend for the workload's steps of a phase or, without such steps, the first backend, which wins
-        at most points."""
+        """Return the fastest backend for the workload's steps of a phase. Without such steps, return the first backend, which is
+        fastest at most of the measured points."""
         steps = [(shape, count) for shape, count in self.steps if shape.phase is phase]
         return min(names, key=lambda name: sum(count * costs.step_us(name, shape) for shape, count in steps))
 
@@ -261,7 +266,7 @@ def _doubts(noise: float) -> tuple[float, float]:
 
 
 def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _Rated[L]:
-    """Return the first candidate, unless a later one gains more than `doubts` over the workload or at the typical point."""
+    """Return the first candidate, unless a later candidate gains more than `doubts` over the workload or at the typical point."""
     doubt, typical_doubt = doubts
     shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
     chosen = rated[0]
@@ -274,7 +279,7 @@ def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _
 
 
 def _undecided(rated: Sequence[_Rated[L]], chosen: _Rated[L]) -> str:
-    """Return a remark if taking the times as exact would select a different layout or block size, else ""."""
+    """Return a remark if a different layout or block size would be selected with the noise of the times ignored, else ""."""
     otherwise = _steady_choice(rated, _doubts(0.0))
     if otherwise is chosen:
         return ""
@@ -345,8 +350,8 @@ class KernelSelector(Generic[S, B, L]):
         return sorted(found, key=lambda each: (each.name != chosen, bool(each.reasons), each.us is None, each.us or 0.0))
 
     def why_not(self, phase: Phase) -> dict[str, tuple[Reason, ...]]:
-        """Return kernel considered for a phase -> reasons why it does not support the phase with the selected layout, or () if it
-        does."""
+        """Return a mapping from each kernel considered for a phase to the reasons why it does not support the phase with the
+        selected layout. The reasons are () if the kernel supports the phase."""
         names = self._names(self._request, phase, every=True) if self._able.specs else ()
         failed = self._failed if self._request.name_for(phase) == AUTO else {}
         found = {name: self._able.reasons(name, phase, self.selection.place) for name in names}
@@ -392,7 +397,8 @@ class KernelSelector(Generic[S, B, L]):
         return source.rank(spec, phase, [name for name in meant if name not in self._failed])
 
     def _refusal(self) -> UnsupportedError:
-        """Return an error that explains why the nearest layout and block size fail, and names options that would work."""
+        """Return an error with the reasons for the layout and block size that fail in the fewest phases, and with options that
+        would work."""
 
         def unserved(place: Placement[L]) -> list[Phase]:
             return [phase for phase in self._able.specs if not any(self._supported(self._request, phase, place))]
@@ -409,8 +415,8 @@ class KernelSelector(Generic[S, B, L]):
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:
-        """Return the options of the smallest change to the request that would be supported, found by trying, or "" if there is
-        none."""
+        """Return the options of the smallest change to the request that is supported, or "" if there is none. Changes are tried
+        in order of size."""
         kept = BackendRequest(
             AUTO if {Phase.PREFILL, Phase.EXTEND} & set(unserved) else self._request.prefill,
             AUTO if Phase.DECODE in unserved or Phase.DECODE not in self._able.specs else self._request.decode,
@@ -458,8 +464,8 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
     def backends_for(self, phase: Phase, batch: int | None = None, query_len: int = 1, kv_len: int = 1) -> Backends:
         """Return spec -> backend instance for a phase in this step.
 
-        batch: number of sequences in that part of the step (for a graph, at capture). None selects the phase's usual backend.
-        query_len, kv_len: new tokens, and cached plus new tokens, of each sequence; if they differ, see `Shape.of`.
+        batch: number of sequences of the phase in the step, or in the graph that is captured. None selects the phase's usual
+        backend. query_len, kv_len: new tokens, and cached plus new tokens, of each sequence. For unequal lengths, see `Shape.of`.
         """
         name = None
         if batch is not None and self._chooser is not None and phase in self.selection.others:
@@ -467,9 +473,12 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         return self.instances[name or self.selection.names[phase]]
 
     def backends_of(self, shape: Shape) -> Backends:
-        """Return spec -> instance for a shape. For a captured shape, the fastest on the device of the backends that can be
-        captured, because a replay needs no launches by the host. If none can be captured, or none has a time, as for a launched
-        step."""
+        """Return spec -> instance for a shape.
+
+        For a captured shape, the backend with the shortest device time is selected among the backends that can be captured,
+        because a replay needs no launches by the host. If no such backend has a measured time, the backend is selected as for a
+        launched step.
+        """
         if shape.captured and self.costs is not None:
             named = [(name, self.instances[name].values()) for name in self.selection.all_for(shape.phase)]
             able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
@@ -478,7 +487,7 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
 
     def candidates_for(self, phase: Phase, batch: int) -> Sequence[str]:
-        """Return the backends among which `backends_for` chooses for a phase and batch size. Calling this changes nothing."""
+        """Return the backends among which `backends_for` chooses for a phase and batch size, without changing any state."""
         return self.decode_candidates(batch) if phase is Phase.DECODE else self.selection.all_for(phase)
 
     def decode_candidates(self, batch: int) -> list[str]:
@@ -501,5 +510,6 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
             self._chooser.forget()
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
-        """Return the layout of a layer's cache: the selected layout, or another if it does not fit the layer's values."""
+        """Return the layout of a layer's cache: the selected layout, or a different layout if the selected one cannot hold the
+        layer's values."""
         return self._candidates.layout_of(spec, self.selection.layout)

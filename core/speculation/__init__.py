@@ -1,1 +1,2 @@
-"""Speculative decoding without a draft model: proposers of draft tokens, and step times by which drafts pay off or not."""
+"""Speculative decoding without a draft model: proposers of draft tokens, and the step times that decide whether drafts pay
+off."""

@@ -1,4 +1,4 @@
-"""Built-in proposers of draft tokens, and the step times by which the number of drafts is chosen."""
+"""Built-in proposers of draft tokens, and the step times from which the number of draft tokens is chosen."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import NamedTuple
 from headway.core.contract.sampling_plugins import ProposerInfo, ProposerOptions
 
 WIDTHS = (2, 4, 8)
-"""Query tokens per sequence in captured verifications; other numbers are rounded up."""
+"""Numbers of query tokens per sequence for which verifications are captured. Other numbers are rounded up."""
 MAX_VERIFIED = 256
 """Maximum query tokens of a captured verification."""
 PLAIN = 1
 """Width of a step for which no drafts were requested."""
 NO_DRAFTS = 0
-"""Width of a step for which the proposers found no drafts: the host waited for the previous step in vain."""
+"""Width of a step for which the proposers found no drafts. The host waited for the previous step without a benefit."""
 
 _RATE, _FALL = 0.1, 0.3
-"""Weight of the newest time in a running mean, and of a time below the mean. The second is larger because other work on the
-machine only makes steps longer, and because a width that seems too slow is seldom tried again."""
+"""Weights of the newest time in a running mean: if the time is above the mean, and if it is below. The second weight is larger
+because other work on the machine only makes steps longer, and because a width that seems too slow is seldom tried again."""
 _OUTLIER = 1.5  # Maximum of a step's time, as a multiple of the mean: a longer step was delayed by something else
 _NEEDED = 4  # Steps before a mean is used; until then the minimum is kept, because the first steps take longer
 
 AttentionTime = Callable[[int, int, int], float]
-"""Microseconds of a step's attention, infinite if unknown: (sequences, query tokens of each, cached and new tokens of each)."""
+"""Function (sequences, query tokens of each, cached plus new tokens of each) -> microseconds of a step's attention, infinite if
+unknown."""
 
 
 def width_of(query_len: int) -> int:
@@ -35,7 +36,8 @@ def width_of(query_len: int) -> int:
 
 
 def is_captured(num_seqs: int, query_len: int) -> bool:
-    """Return whether a graph is captured for this verification: captures are by width, at powers of two of sequences."""
+    """Return whether a graph is captured for this verification. Graphs are captured for each width, with numbers of sequences
+    that are powers of two."""
     return width_of(query_len) << (num_seqs - 1).bit_length() <= MAX_VERIFIED
 
 
@@ -46,7 +48,7 @@ def size_class(num_seqs: int) -> int:
 
 
 class StepTimes:
-    """Seconds of a step by its number of sequences and its width."""
+    """Durations of steps in seconds, keyed by size class of the number of sequences, and by width."""
 
     def __init__(self, attention: AttentionTime | None = None) -> None:
         """attention: looks up times in a crossover table. None means no table."""
@@ -65,10 +67,10 @@ class StepTimes:
         self._means[key] = mean + rate * (seconds - mean), count + 1
 
     def of(self, num_seqs: int, widths: Iterable[int], kv_len: int = 1) -> dict[int, float]:
-        """Return the seconds of a step by width, PLAIN first. Empty if plain steps of its size have not been measured.
+        """Return width -> seconds of a step, with PLAIN first. Empty if plain steps of this size have not been measured.
 
-        An unmeasured width is estimated as a plain step plus the additional attention time in the crossover table; without a
-        table, as a plain step.
+        An unmeasured width is estimated as a plain step plus the additional attention time in the crossover table. Without a
+        table, the estimate is the time of a plain step.
         """
         plain = self._measured(num_seqs, PLAIN)
         if plain is None:
@@ -90,14 +92,15 @@ class StepTimes:
         return self._measured(num_seqs, width) is not None
 
     def forget(self, num_seqs: int) -> None:
-        """Forget the times of this size with drafts: the cause of slow steps may be over, and no other step would show it."""
+        """Forget the times of steps of this size with drafts. The cause of slow steps may have ended, which only new steps with
+        drafts can show."""
         middle = size_class(num_seqs)
         for size, width in list(self._means):
             if abs(size - middle) <= 1 and width != PLAIN:
                 del self._means[size, width]
 
     def _measured(self, num_seqs: int, width: int) -> float | None:
-        """Return the mean seconds of steps of this size, or of a neighbouring class; None if not measured."""
+        """Return the mean duration, in seconds, of steps of this size class or of a neighbouring class. None if not measured."""
         middle, means = size_class(num_seqs), self._means
         for size in (middle, middle - 1, middle + 1):
             found = means.get((size, width))
@@ -123,10 +126,10 @@ EMPTY_DRAFT = ScoredDraft([], 0.0)
 class SuffixIndex:
     """Index of earlier occurrences of a token sequence and of their continuations: the counts of a suffix tree without the tree.
 
-    A suffix tree that grows token by token has a node for every prefix of every suffix, or extra cost to avoid them. The needed
-    counts, how often each token followed the longest match, can be read from the places of the match. So the index holds the text
-    and the places of its short n-grams, and narrows the places down token by token, as a descent in the tree would. Only the
-    newest text grows, at its end; texts are dropped as a whole, oldest first.
+    A suffix tree that grows token by token has a node for every prefix of every suffix, or needs extra work to avoid these nodes.
+    The required counts, of how often each token followed the longest match, can be computed from the positions of the match. So
+    the index stores the texts and the positions of their short n-grams. A search narrows down the positions token by token, like
+    a descent in the tree. Only the newest text grows, at its end. Texts are dropped as a whole, oldest first.
     """
 
     def __init__(self) -> None:
@@ -175,8 +178,10 @@ class SuffixIndex:
 
     def find_draft(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> ScoredDraft:
         """Return the continuation of the longest match of the context's end: repeatedly the most frequent next token.
+
         depth: maximum length of the match, in tokens. most: maximum number of draft tokens. factor: maximum number of draft
-            tokens per matched token. least: minimum probability of the continuation (Oliaro et al. 2024, arXiv 2411.04975)."""
+        tokens per matched token. least: minimum probability of the continuation (Oliaro et al. 2024, arXiv 2411.04975).
+        """
         places, length = self._longest_match(context, depth)
         if not places:
             return EMPTY_DRAFT
@@ -197,7 +202,7 @@ class SuffixIndex:
         return ScoredDraft(tokens, score)
 
     def _longest_match(self, context: Sequence[int], depth: int) -> tuple[list[tuple[int, int]], int]:
-        """Return the end places of the longest match of the context's end, and its length."""
+        """Return the end positions of the longest match of the context's end, and the length of the match."""
         size = len(context)
         for length in _ANCHORS:
             listed = self._places.get(tuple(context[size - length :])) if size >= length else None
@@ -251,7 +256,7 @@ class SequenceNgrams:
 
     def __init__(self, longest: int) -> None:
         self._after: list[dict[int, int]] = [{} for _ in range(longest)]
-        """For each length, hash of an n-gram -> the position after it."""
+        """For each n-gram length, a mapping from the hash of an n-gram to the position after its latest occurrence."""
         self._num_read = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
@@ -265,7 +270,7 @@ class SequenceNgrams:
         return ()
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        """Index the n-grams that a token follows: all except n-grams that end with the newest token."""
+        """Index all n-grams that are followed by a token, which excludes n-grams that end with the newest token."""
         for size, after in enumerate(self._after, start=1):
             for end in range(max(self._num_read, size), len(token_ids)):
                 after[hash(tuple(token_ids[end - size : end]))] = end
@@ -287,7 +292,7 @@ class SuffixProposer:
 
 
 class SequenceSuffixes:
-    """Suffixes of one sequence, with the suffixes of finished outputs, which all sequences share."""
+    """Suffixes of one sequence, and the suffixes of finished outputs, which all sequences use together."""
 
     def __init__(self, options: ProposerOptions, remembered: FinishedOutputs, num_prompt_tokens: int) -> None:
         self._options = options

@@ -22,7 +22,8 @@ _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class ChildDied(Exception):
-    """Error: the child has ended or has not answered in time. The text says how, with the child's last line on stderr."""
+    """Error for a child that has ended or has not answered in time. The message describes how, and quotes the child's last line
+    on stderr."""
 
     def __init__(self, how: str, stderr: str = "", timed_out: bool = False) -> None:
         """stderr: the child's stderr output."""
@@ -36,7 +37,7 @@ class ChildDied(Exception):
 
 
 def how_it_ended(code: int) -> str:
-    """Return the text of a `subprocess` exit code: such as "was killed by SIGSEGV" or "exited with code 3"."""
+    """Return a description of a `subprocess` exit code, such as "was killed by SIGSEGV" or "exited with code 3"."""
     if code >= 0:
         return f"exited with code {code}"
     with contextlib.suppress(ValueError):
@@ -50,7 +51,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def module_path() -> str:
-    """Return the $PYTHONPATH with which a different Python process finds the modules that this one finds."""
+    """Return the $PYTHONPATH with which a different Python process finds the same modules as this process."""
     return os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
 
 
@@ -86,7 +87,7 @@ class Child:
         return self.answer(timeout)
 
     def send(self, request: object) -> None:
-        """Write a request. If the process has ended, only `answer` reports it."""
+        """Write a request. If the process has ended, no error is raised until `answer` is called."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -94,7 +95,9 @@ class Child:
 
     def answer(self, timeout: float | None) -> dict[str, Any]:
         """Return the next line that is a JSON object. timeout: seconds; None means no limit.
-        :raises ChildDied: if the process ended, or did not answer within `timeout` seconds, after which it is stopped."""
+
+        :raises ChildDied: if the process has ended, or has not answered within `timeout` seconds. The process is then stopped.
+        """
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -177,6 +180,7 @@ def message_of(line: str | bytes) -> Any:
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends for any reason (on Linux; elsewhere the input ends)."""
+    """Make Linux kill this process when its parent ends for any reason. On other systems, only the end of the input shows that
+    the parent has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)

@@ -48,7 +48,7 @@ def obstacle(folder: Path) -> str:
 
 @cache
 def warn_unwritable(folder: Path, why: str) -> None:
-    """Warn once that compiled kernels are not cached, and what that costs."""
+    """Warn once that compiled kernels are not cached, with the consequences."""
     log.warning(
         "kernel cache: %s cannot be written (%s): every process recompiles its kernels, about a second each; set HEADWAY_CACHE "
         "to another folder",
@@ -60,7 +60,7 @@ def warn_unwritable(folder: Path, why: str) -> None:
 _PART = ".headway-part"  # Suffix of incomplete files and folders
 _SHARED, _PRIVATE = 0o666, 0o600
 LARGEST_TEXT = 1 << 28
-"""Maximum size of a text file to read, in bytes. A table of 20,000 cells takes 10 MiB."""
+"""Maximum size of a text file to read, in bytes. For comparison, a crossover table of 20,000 cells takes 10 MiB."""
 
 
 def read_text(path: Path) -> str:
@@ -87,10 +87,12 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
     to and never replaced. Incomplete files of killed processes in the folder are removed.
 
     content: parts of the file, in order. durable: True to wait until the file is on disk, so that a power loss neither removes
-        the old file nor leaves an empty one. private: True to let only this user read the file, whatever the umask and an
-        existing file's mode.
-    :raises OSError: if the file cannot be written, and nothing of it remains; or if the path is a folder, a block device, a
-        socket, a read-only file, or a file of another owner, which only root can preserve."""
+    the old file nor leaves an empty one. private: True to let only this user read the file, regardless of the umask and of an
+    existing file's mode.
+
+    :raises OSError: if the file cannot be written, in which case no incomplete file remains. Also if the path is a folder, a
+    block device, a socket, a read-only file, or a file of a different owner, which only root can preserve.
+    """
     try:
         old = os.stat(path)
     except FileNotFoundError:
@@ -119,10 +121,13 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False,
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill. It appears as `target` when the block ends without an exception; otherwise it is removed.
+    """Yield a folder to fill. It is renamed to `target` when the block ends without an exception; otherwise it is removed.
 
-    Incomplete folders of killed processes next to it are removed. If another process has made `target` meanwhile, that one stays.
-    :raises OSError: if the folder cannot be made."""
+    Incomplete folders of killed processes in the same parent folder are removed. If a different process has made `target`
+    meanwhile, the new folder is discarded.
+
+    :raises OSError: if the folder cannot be made.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
     part = _part_name(target)
@@ -141,8 +146,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user may enter. :raises PermissionError: if another user owns it. :raises OSError: if it
-    fails."""
+    """Make a folder that only this user may enter.
+
+    :raises PermissionError: if the folder belongs to a different user.
+
+    :raises OSError: if the folder cannot be made.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat().st_uid
     if owner != os.geteuid():
@@ -185,7 +194,8 @@ def _part_name(path: Path) -> Path:
 
 @contextmanager
 def _part_file(path: Path, mode: int) -> Iterator[tuple[Path, int]]:
-    """Yield a new file next to `path`, locked meanwhile, then removed unless renamed. mode: the file's mode before the umask."""
+    """Yield a new, locked file in the folder of `path`. When the block ends, the file is removed unless it was renamed. mode: the
+    file's mode before the umask."""
     while True:
         part = _part_name(path)
         handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)

@@ -1,4 +1,4 @@
-"""Search for the tensors that an object references, by walking its fields; gives the path of each."""
+"""Search for the tensors that an object references, by walking its fields. The result contains the path of each tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _OWN = "headway."  # Modules whose objects are searched, besides torch's modules
 
 
 def held_tensors(*roots: object) -> dict[str, Tensor]:
-    """Return path -> tensor (`0.layers.3.norm.weight`) reachable from objects of Headway or torch. The first path counts.
+    """Return path (such as `0.layers.3.norm.weight`) -> tensor, for tensors reachable from objects of Headway or torch. A tensor
+    with several paths is returned once, with the first path found.
 
     Objects whose class sets `borrows` refer to tensors of other objects, and are not searched.
     """

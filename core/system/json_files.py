@@ -1,4 +1,4 @@
-"""JSON files of pydantic models: written atomically, and read with an error that names the first fault."""
+"""JSON files of pydantic models. They are written atomically, and the error for an invalid file names the first fault."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
-    """Write a model to a file atomically. option: its command-line option, for errors. :raises ConfigError: if not writable."""
+    """Write a model to a file atomically. option: command-line option of the file, for errors.
+
+    :raises ConfigError: if the file cannot be written.
+    """
     write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path, option)
 
 
 def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
-    """Write a user's file atomically. option: its name in errors. :raises ConfigError: if that fails; the old file stays."""
+    """Write a user's file atomically. option: command-line option of the file, for errors.
+
+    :raises ConfigError: if the file cannot be written. The old file then remains.
+    """
     try:
         write_whole(path, content, durable=True)
     except OSError as error:
@@ -30,8 +36,10 @@ def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
 
 
 def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") -> Model:
-    """Return a file of `write_json` as a model. written_by: command that writes such files, for errors.
-    :raises ConfigError: if the file is missing, not JSON, or invalid."""
+    """Read a file that `write_json` wrote, and return its model. written_by: command that writes such files, for errors.
+
+    :raises ConfigError: if the file is missing, not JSON, or invalid.
+    """
     need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
     try:
         return parse_model(read_text(path), kind, str(path), any_number=True)
@@ -49,7 +57,7 @@ def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") 
 
 
 class ResultFile(BaseModel):
-    """Results of one run of a command. A subclass names its schema by the default of `schema_` (alias "schema")."""
+    """Results of one run of a command. Each subclass sets the name of its schema as the default of `schema_` (alias "schema")."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     written_by: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""Reader of untrusted JSON, for files, requests and options, with limits."""
+"""Reader of untrusted JSON in files, requests and options, with limits on nesting and numbers."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ BODY: Final = "the body"
 
 
 class JsonError(ConfigError):
-    """Error for a text that is not JSON, or is JSON of a different type than needed."""
+    """Error for a text that is not JSON, or is JSON of a type other than the required one."""
 
 
 def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_number: bool = False) -> Any:
     """Return the value of UTF-8 JSON, with an optional byte order mark. If an object repeats a name, the last value counts.
 
-    source: file or field that holds the text, for the error. kind: dict or list, the needed type; None accepts any value.
-        any_number: True to accept NaN, Infinity and integers of more than 64 bits, which Python's json writes and model
-        configurations contain.
-    :raises JsonError: if it is not JSON, has more than 200 levels, is not of `kind`, or has a number that other readers lose. The
-        error has the place in the text, or the path of the value."""
+    source: file or field that holds the text, for the error. kind: required type, dict or list; None accepts any value.
+    any_number: True to accept NaN, Infinity and integers of more than 64 bits, which Python's json writes and model
+    configurations contain.
+
+    :raises JsonError: if the text is not JSON, has more than 200 levels, is not of `kind`, or has a number that other JSON
+    readers cannot represent. The message contains the position in the text, or the path of the value.
+    """
     needed = f"a JSON {_NAMES[kind]}" if kind else "JSON"
     try:
         found = from_json((text.encode() if isinstance(text, str) else text).removeprefix(codecs.BOM_UTF8))
@@ -64,7 +66,10 @@ def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_n
 
 
 def _check_numbers(value: object, before: str) -> None:
-    """Check the numbers in a value. before: prefix of the path in errors. :raises JsonError: if not finite, or over 64 bits."""
+    """Check the numbers in a value. before: prefix of the path in errors.
+
+    :raises JsonError: if a number is not finite or has more than 64 bits.
+    """
     if not _all_fit(value):
         path, number = next(_unfit(value, ""))
         place = f"{before}{harmless(path[:_LONGEST_PATH])}".removesuffix(": ")
@@ -72,7 +77,8 @@ def _check_numbers(value: object, before: str) -> None:
 
 
 def _all_fit(value: object) -> bool:
-    """Return whether every number in a value is finite and has at most 64 bits. Fast, because every request is checked."""
+    """Return whether every number in a value is finite and has at most 64 bits. Optimized for speed, because every request is
+    checked."""
     rest: list[Any] = [[value]]
     add, least, most, infinity = rest.append, _LEAST, _MOST, math.inf
     for each in rest:
@@ -98,7 +104,8 @@ def _all_fit(value: object) -> bool:
 
 
 def _are_small(values: list[Any]) -> bool:
-    """Return whether values such as a prompt's token ids are all numbers of less than 64 bits. Runs in C."""
+    """Return whether all values, such as the token ids of a prompt, are numbers of less than 64 bits. The loop over the values
+    runs in C."""
     try:
         return math.hypot(*values) < -_LEAST  # at least as large as the largest value
     except (TypeError, OverflowError):
@@ -110,7 +117,7 @@ def _fits(number: float) -> bool:
 
 
 def _unfit(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Yield path and value of each number that is not finite or has more than 64 bits."""
+    """Yield the path and the value of each number that is not finite or has more than 64 bits."""
     if isinstance(value, int | float):
         if not _fits(value):
             yield path, value

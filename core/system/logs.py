@@ -27,7 +27,7 @@ class LogFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, name: str = "headway") -> None:
-    """Write messages of this level and above to stderr, each after the name of the program."""
+    """Write messages of this level and above to stderr, each prefixed with the name of the program."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter(f"{name}: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -36,13 +36,13 @@ def log_to_stderr(level: int, name: str = "headway") -> None:
 
 
 def log_traceback(what: str, error: BaseException) -> None:
-    """Log the traceback of an exception that is shown to users as one line; only with -v or $HEADWAY_DEBUG=1."""
+    """Log the traceback of an exception that users see as one line. It is only shown with -v or $HEADWAY_DEBUG=1."""
     log.log(logging.WARNING if os.environ.get("HEADWAY_DEBUG") == "1" else logging.INFO, "%s raised:", what, exc_info=error)
 
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning only once, for example instead of for each layer and phase."""
+    """Log a warning only once, even if it is issued again, for example for each layer and phase."""
     log.warning("%s", text)
 
 

@@ -34,7 +34,7 @@ class PartClock:
     def within(
         self, name: str, make: Callable[[], AbstractContextManager[object]] | None
     ) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return a function that makes the contexts that `make` makes and times them as a part. None if `make` is None."""
+        """Return a function that makes the same contexts as `make` and times each of them as a part. None if `make` is None."""
         if make is None:
             return None
 
@@ -46,7 +46,7 @@ class PartClock:
         return timed
 
     def end(self) -> None:
-        """Stop the total time."""
+        """Stop the clock, so that `whole` no longer grows."""
         self._ended = self._clock()
 
     @property

@@ -22,11 +22,11 @@ COMMIT_VARIABLE = "HEADWAY_COMMIT"
 """Environment variable with the commit, for copies of the sources without a git folder, such as in a container."""
 _SHORT = 12
 _UNKNOWN = "unknown"
-"""Version of sources that are not installed."""
+"""Placeholder for the version of sources that are not installed."""
 _SECONDS = 10
 PTXAS, NVRTC, CUBLAS = "ptxas", "nvrtc", "cublas"
 _RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
-"""A version as `ptxas --version` prints it: release 12.8, V12.8.93."""
+"""Version in the output of `ptxas --version`, such as "release 12.8" or "V12.8.93"."""
 
 
 def command_line(*program: str) -> str:
@@ -42,9 +42,9 @@ class Origin(BaseModel):
     version: str
     """Version of the distribution headway."""
     commit: str | None = None
-    """Commit of the checkout, in twelve digits. None if neither git nor $HEADWAY_COMMIT gives it."""
+    """Commit of the checkout, abbreviated to twelve digits. None if neither git nor $HEADWAY_COMMIT gives it."""
     modified: bool = False
-    """True if tracked files differed from that commit."""
+    """True if tracked files differed from `commit`."""
 
     @classmethod
     def here(cls) -> Origin:
@@ -87,8 +87,8 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 def compiler_versions(capability: tuple[int, int]) -> dict[str, str]:
     """Return name -> version of the compilers and libraries of GPU code in this process: Triton's ptxas, NVRTC and cuBLAS.
 
-    For ptxas with its path: "12.8.93 (/usr/bin/ptxas)". What is not installed is left out. No GPU is used. capability: compute
-    capability of the GPU, for some of which Triton has a separate ptxas.
+    The version of ptxas includes its path: "12.8.93 (/usr/bin/ptxas)". Programs and libraries that are not installed are left
+    out. No GPU is used. capability: compute capability of the GPU, because Triton has a separate ptxas for some capabilities.
     """
     found = {
         PTXAS: _ptxas_version(10 * capability[0] + capability[1]),

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 _LINE: Final = 8  # 64-bit numbers per cache line: processes write to separate cache lines
 _WRITTEN, _READ, _ASLEEP, _BEATS, _STEPS, _DONE, _CALLS = range(7)
-"""Indexes in a line. The writer's: messages written. A reader's: messages read, whether it sleeps, and its `LifeSigns`."""
+"""Indexes of the numbers in a process's line. The writer's line contains the number of messages written. A reader's line contains
+the number of messages read, whether the reader sleeps, and its `LifeSigns`."""
 _HEADER: Final = 16  # Bytes before the content of a slot: lengths of the whole message and of the part in the slot
 _PAUSE: Final = 0.0002  # Seconds between two checks of a writer that waits for a slot
 _NAP: Final = 0.2  # Maximum seconds that a reader sleeps before it checks again
@@ -38,7 +39,7 @@ def _fence() -> None:
 
 
 class RingSize(NamedTuple):
-    """Shape of a ring, which is equal in all its processes."""
+    """Shape of a ring. All processes of the ring must use the same shape."""
 
     num_readers: int
     num_slots: int = 8
@@ -63,7 +64,7 @@ def shared_memory(num_bytes: int) -> int:
 
 
 class LifeSigns:
-    """Heartbeat and progress of one reader's process, which the writer's process reads: counters that only grow."""
+    """Heartbeat and progress of one reader's process, as counters that only grow. The writer's process reads them."""
 
     def __init__(self, line: NDArray[numpy.int64]) -> None:
         self._line = line
@@ -77,7 +78,7 @@ class LifeSigns:
         self._line[_STEPS] += 1
 
     def end_step(self) -> None:
-        """Record that the step has been launched."""
+        """Record that the current step has been launched."""
         self._line[_DONE] += 1
 
     def call(self) -> None:
@@ -130,7 +131,10 @@ class RingWriter(_Ring):
         self._written = 0
 
     def write(self, message: bytes, check: Callable[[], None]) -> None:
-        """Write a message, waiting while a reader has not read its slot. check: called meanwhile; its error drops the message."""
+        """Write a message. Wait while all slots contain messages that a reader has not read yet.
+
+        check: called repeatedly during the wait. If it raises an exception, the message is dropped.
+        """
         view = memoryview(message)
         for start in range(0, max(len(message), 1), self._size.slot_bytes):
             self._write_part(len(message), view[start : start + self._size.slot_bytes], check)
@@ -156,14 +160,15 @@ class RingReader(_Ring):
     """One of the readers of a ring."""
 
     def __init__(self, descriptor: int, size: RingSize, reader: int, wake_pipe: int, spin_seconds: float) -> None:
-        """reader: index from 0. wake_pipe: read end of its pipe. spin_seconds: seconds of polling before the reader sleeps."""
+        """reader: index from 0. wake_pipe: descriptor of the read end of the reader's pipe. spin_seconds: seconds of polling
+        before the reader sleeps."""
         super().__init__(descriptor, size)
         self._line = self._lines[1 + reader]
         self._wake_pipe = wake_pipe
         self._spin_seconds = spin_seconds
         self._read = 0
         self.progress = self.progress_of(reader)
-        """Heartbeat and progress of this reader's process, for it to update."""
+        """Heartbeat and progress of this reader's process, which the process updates."""
 
     def read(self) -> bytes:
         """Wait for the next message and return it."""

@@ -42,7 +42,7 @@ _OUT_OF_MEMORY: Final = (
     "not enough memory",
     "Cannot allocate memory",
 )
-"""Texts in torch's RuntimeErrors for a lack of memory, which have no class of their own."""
+"""Texts that identify torch's RuntimeErrors for a lack of memory."""
 _MEMORY: Final = "memory: there is too little for this; take a smaller model, batch or kv_cache_memory, or close other programs"
 
 
@@ -71,7 +71,8 @@ def is_rust_panic(error: BaseException) -> bool:
 
 
 def open_closed_streams() -> None:
-    """Open the null device for standard streams that were closed at the start (`>&-`), before a file gets their descriptors."""
+    """Open the null device for standard streams that were closed at the start (`>&-`), so that no other file gets their
+    descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open until the process ends)
@@ -85,7 +86,7 @@ class LossyFile(io.FileIO):
         self._stream = stream  # keeps the stream from closing the file
 
     def write(self, data: Any) -> int:
-        """Write as much as possible. Return the number of bytes given."""
+        """Write as much data as possible. Return the size of the data, even if some of it was lost."""
         left = memoryview(data).cast("B")
         size = len(left)
         with contextlib.suppress(OSError):
@@ -95,7 +96,8 @@ class LossyFile(io.FileIO):
 
 
 def outlive_stderr() -> None:
-    """Let commands continue if stderr cannot be written (`2>/dev/full`), unless a different stream has replaced it."""
+    """Let commands continue if stderr cannot be written (`2>/dev/full`). Does nothing if a different stream has replaced
+    stderr."""
     found = sys.stderr
     if type(found) is io.TextIOWrapper and found.fileno() == _STDERR:
         raw = LossyFile(found)
@@ -110,7 +112,7 @@ def escape_unencodable(*streams: TextIO | None) -> None:
 
 
 def drop_unwritten(stream: TextIO | None) -> None:
-    """Drop the unwritten rest of a broken stream; Python would report the error again when the process ends."""
+    """Drop the unwritten data of a broken stream, because Python would report the error again when the process ends."""
     if stream is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Console of the commands, which prints names literally: without markup or control sequences."""
+"""Console that the commands print to. Names are printed literally, without markup or control sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # rich's progress bars are imported only when needed
 
 
 class Terminal(Console):
-    """rich's Console without markup in square brackets and emoji codes, and with control characters escaped."""
+    """rich's Console that does not interpret square brackets or emoji codes as markup, and escapes control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
@@ -41,7 +41,7 @@ class _Hook(RenderHook):
 
 
 class _Harmless:
-    """A renderable whose control characters are escaped."""
+    """Wrapper of a renderable that escapes its control characters."""
 
     def __init__(self, inner: ConsoleRenderable) -> None:
         self._inner = inner

@@ -22,7 +22,8 @@ def harmless(text: str, keep: str = "") -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8. A file name of other bytes cannot, because it has lone surrogates."""
+    """Return whether a text can be encoded as UTF-8. A file name that is not UTF-8 cannot, because Python decodes it with lone
+    surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -57,12 +58,12 @@ def csv_cell(text: str) -> str:
 
 
 def page(text: str) -> str:
-    """Return text escaped for HTML or SVG, also in an attribute."""
+    """Return text escaped for HTML or SVG, including attribute values."""
     return html.escape(harmless(text))
 
 
 def picture(text: str) -> str:
-    """Return text escaped for a matplotlib label, where a pair of dollar signs would be a formula."""
+    """Return text escaped for a matplotlib label, in which text between dollar signs would be a formula."""
     return harmless(text, keep="\n").replace("$", r"\$")
 
 

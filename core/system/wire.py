@@ -12,7 +12,8 @@ _BUFFER: Final = 4 * 2**20  # Bytes that the system may buffer, so that sending 
 
 
 class Wire:
-    """One end of a socket pair that carries objects between processes that trust each other. Any thread sends, one receives."""
+    """One end of a socket pair that carries objects between processes that trust each other. Any thread may send, but only one
+    thread may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         with suppress(OSError):
@@ -22,7 +23,12 @@ class Wire:
         self._guard = Lock()
 
     def send(self, message: object) -> None:
-        """Send an object. :raises PicklingError, AttributeError, TypeError: if not picklable. :raises OSError: if closed."""
+        """Send an object.
+
+        :raises PicklingError, AttributeError, TypeError: if the object cannot be pickled.
+
+        :raises OSError: if the socket is closed.
+        """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._guard:
             self._socket.sendall(data)

@@ -75,7 +75,7 @@ class VllmEngineArgs(engine_args.EngineArgs):
     """Model options under Headway's or vLLM's names. vLLM's are translated, ignored if they have no effect, or rejected."""
 
     def __init__(self, *model: object, **options: object) -> None:
-        """Translate and check the options. :raises ConfigError: if a name is unknown or a value is bad."""
+        """Translate and check the options. :raises ConfigError: if a name is unknown or a value is invalid."""
         translated = from_vllm(options, frozenset(_OWN))
         refuse_unknown("LLM", translated, _OWN, LLM_OPTIONS)
         engine_args.check_model(model)
@@ -83,7 +83,8 @@ class VllmEngineArgs(engine_args.EngineArgs):
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Add a command-line flag for each option, including vLLM's, to an argparse parser; read them with `from_cli_args`."""
+        """Add a command-line flag for each option, including vLLM's, to an argparse parser. `from_cli_args` reads the parsed
+        flags."""
         group = parser.add_argument_group("model and engine")
         for name, text in engine_args.help_texts().items():
             if name not in ("registry", "backends", "plugins", "logits_processors"):
@@ -95,13 +96,14 @@ class VllmEngineArgs(engine_args.EngineArgs):
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Return the options in a namespace that has the flags of `add_cli_args`; other entries are ignored. Raises as `of`."""
+        """Return the options in a namespace that has the flags of `add_cli_args`; other entries are ignored. Raises the same
+        errors as `of`."""
         known = {*_OWN, *ACCEPTED_OPTIONS, *LLM_OPTIONS}
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
 
 def _translating(kind: C) -> C:
-    """Return a subclass of `kind` with its name that also accepts vLLM's options."""
+    """Return a subclass of `kind`, with the same name, that also accepts vLLM's options."""
 
     @engine_args.takes_arguments_of(engine_args.EngineArgs)
     @functools.wraps(kind.__init__)  # type: ignore[misc]
@@ -225,7 +227,8 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
-    """Return a model's transformers tokenizer; further arguments are ignored. :raises ModelError: if it cannot be read."""
+    """Return a model's transformers tokenizer; further arguments are ignored. :raises ModelError: if the tokenizer cannot be
+    read."""
     from headway.models.checkpoints.locate import locate
     from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 
@@ -233,7 +236,7 @@ def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
 
 
 def load_chat_template(chat_template: str | Path | None) -> str | None:
-    """Return the chat template in a file, or the text itself if no file has this name."""
+    """Return the chat template in a file, or the argument itself if no file has this name."""
     if chat_template is None:
         return None
     path = Path(chat_template)
@@ -241,7 +244,7 @@ def load_chat_template(chat_template: str | Path | None) -> str | None:
 
 
 def destroy_model_parallel() -> None:
-    """Do nothing: the ranks of an LLM end with it."""
+    """Do nothing: the ranks of an LLM end with the LLM."""
 
 
 destroy_distributed_environment = destroy_model_parallel
@@ -270,7 +273,7 @@ LACKING: Final = {
     ),
     **of_each("WeightTransferConfig", "not supported: load the new weights with a new LLM"),
 }
-"""vLLM's name -> why it is missing. A stand-in is imported instead, and raises an error when used."""
+"""vLLM's name -> reason why the name is missing. A stand-in class is imported instead, which raises an error when it is used."""
 
 MODULES: Final = {
     "assets": "",
@@ -347,7 +350,7 @@ LACKING_MODULES: Final = {
     "plugins": "not supported: docs/backends.md says how a plugin is registered",
     "benchmarks": "headway bench throughput and headway bench serve measure",
 }
-"""vLLM's module -> why it, or its submodules, are missing."""
+"""vLLM's module -> reason why the module, or some of its names and submodules, are missing."""
 
 
 class LackingError(HeadwayError, ValueError):
@@ -366,7 +369,8 @@ def _stand_in(name: str, reason: str) -> type:
 
 
 def _reason(module: str) -> str | None:
-    """Return why a module is missing: the reason of its nearest parent in the table, or None."""
+    """Return the reason why a module is missing, taken from the table's entry for the module or its nearest parent. None if there
+    is no entry."""
     parts = module.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((LACKING_MODULES[each] for each in above if each in LACKING_MODULES), None)
@@ -384,7 +388,8 @@ class _Nowhere(list[str]):
 
 
 def _missing(module: str, reason: str | None) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a vLLM module. reason: why it or some of its names are missing; None if it is complete."""
+    """Return the `__getattr__` of a vLLM module. reason: why the module or some of its names are missing; None if the module is
+    complete."""
 
     def missing(name: str) -> Any:
         if reason is not None and module not in MODULES and not name.startswith("__"):

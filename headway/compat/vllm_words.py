@@ -18,7 +18,7 @@ NO_TRANSFER: Final = "not supported: caches are not handed from engine to engine
 
 
 def of_each(names: str, hint: str) -> dict[str, str]:
-    """Return the same hint for several names, which are separated by spaces."""
+    """Return name -> hint for several names with the same hint. names: the names, separated by spaces."""
     return dict.fromkeys(names.split(), hint)
 
 
@@ -120,7 +120,8 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "logprobs_mode": ("raw_logprobs",),
     "kv_offloading_backend": ("native",),
 }
-"""Options of `LLM_OPTIONS` -> the values that match what Headway does anyway. None matches for every option."""
+"""Option of `LLM_OPTIONS` -> values that are accepted because they match Headway's behavior. None is accepted for every
+option."""
 
 _HARMLESS: Final = """
 aggregate_engine_logging all2all_backend allowed_local_media_path allowed_media_domains collect_detailed_traces
@@ -345,7 +346,8 @@ METHODS: Final = {
 
 
 def check_keywords(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Reject unknown keywords, except vLLM's keywords that have no effect. :raises ConfigError: if one is unknown."""
+    """Check a call's keywords. vLLM's keywords are accepted if they have no effect. :raises ConfigError: if a keyword is
+    unknown."""
     effective = [name for name, value in given.items() if not _has_no_effect(name, value)]
     refuse_unknown(owner, effective, known, CALL_KEYWORDS, "docs/sampling.md")
 

@@ -84,7 +84,8 @@ class DraftModel:
         return DraftedSequence(self)
 
     def propose_batch(self, sequences: Sequence[Sequence[int]], most: Sequence[int]) -> list[list[int]]:
-        """Return draft tokens for several sequences, at most `most` for each, and none for those too long for the draft model."""
+        """Return draft tokens for each sequence. most: maximum number of draft tokens for each sequence. A sequence that is too
+        long for the draft model gets no draft tokens."""
         engine, found = self._engine, [list[int]() for _ in sequences]
         longest = engine.limits.max_model_len
         for number, (token_ids, count) in enumerate(zip(sequences, most, strict=True)):
@@ -169,7 +170,7 @@ class Assembly(NamedTuple):
 
 
 def checked_registry(args: EngineArgs) -> Registry:
-    """Make the registry for the options, and check every name in them before anything slow begins.
+    """Make the registry for the options, and check every name in the options before any slow work begins.
 
     :raises HeadwayError: if a backend, layout or proposer is unknown, a plugin is unusable, or there are more ranks than devices.
     """
@@ -188,9 +189,10 @@ def checked_registry(args: EngineArgs) -> Registry:
 
 
 def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
-    """Load a model and make its engine, with all its ranks. registry: result of `checked_registry`; None calls it.
+    """Load a model and make its engine, with all its ranks. registry: result of `checked_registry`; None means that it is called
+    here.
 
-    :raises HeadwayError: if an option is invalid or a rank fails to start; the message is one line.
+    :raises HeadwayError: if an option is invalid or a rank fails to start; the error message is one line.
     """
     clock, age = PartClock(), time.time() - psutil.Process().create_time()
     assembly = _assemble_ranks(args, registry, clock)
@@ -257,7 +259,7 @@ class _Loaded(NamedTuple):
     model: LoadedModel
     layers: LayerSpecs
     sampling: SamplingOps | None
-    """Sampling operations. None if they are made later, once the model can run."""
+    """Sampling operations. None if these are made later, once the model can run."""
 
 
 def _assemble(start: _Start) -> Assembly:
@@ -298,8 +300,8 @@ def _assemble(start: _Start) -> Assembly:
 def _load(start: _Start) -> _Loaded:
     """Load the model, while another thread tests the backends that `auto` may choose from.
 
-    Sampling kernels are compiled here by running the model, before anything is measured. That is not possible if measurements
-    choose kernels for linear layers or experts, since weights are packed for them, or if there are other ranks, which join the
+    Sampling kernels are compiled here by running the model, before anything is measured. Two cases prevent this. Measurements may
+    choose the kernels of linear layers or experts, whose weights are packed only after the choice. Other ranks, if any, join the
     model's all-reduces only after they have received the choices.
     """
     with _trying_backends(start):
@@ -315,7 +317,7 @@ def _load(start: _Start) -> _Loaded:
 def _trying_backends(start: _Start) -> Iterator[None]:
     """Test in a thread, for the duration of the context, the backends that `auto` may choose from.
 
-    This takes seconds: some GPU backends test a library in a child process, and the CPU backend compiles C code.
+    The tests take seconds: some GPU backends test a library in a child process, and the CPU backend compiles C code.
     """
     if not start.config.backend_request.auto_phases:
         yield
@@ -338,8 +340,8 @@ def _assemble_draft(start: _Start) -> Assembly | None:
 def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
     """Measure attention and recurrent layers. Return their times, which are also sent to the other ranks.
 
-    Linear and MoE layers choose their kernels by measurement as well; all share one budget. Deterministic mode pins one kernel
-    regardless of speed, and only checks that third-party kernels run.
+    The kernels of linear and MoE layers are chosen by measurement as well; all measurements share one time budget. Deterministic
+    mode pins one kernel regardless of speed, and only checks that third-party kernels run.
     """
     registry, config, table, budget, clock = start.registry, start.config, start.table, start.budget, start.clock
     decoder, layers, ahead = loaded.model.decoder, loaded.layers, start.ahead
@@ -384,7 +386,7 @@ def _engine(
     proposer: Proposer | None,
     processors: ProcessorBatch | None,
 ) -> EngineLoop:
-    """Make the engine. choices: result of `_measure`. proposer: source of draft tokens; None means none."""
+    """Make the engine. choices: result of `_measure`. proposer: source of draft tokens; None means no draft tokens."""
     model, config = loaded.model, start.config
     decoder, eos = model.decoder, model.eos_token_ids
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
@@ -408,7 +410,7 @@ def _engine(
 
 
 def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
-    """Return the proposer of draft tokens, by name or for a draft model; None if there is neither.
+    """Return the proposer of draft tokens: the draft model or the proposer with this name. None if neither is given.
 
     :raises ConfigError: if the draft model's vocabulary differs from the model's.
     """
@@ -425,9 +427,9 @@ def _proposer(registry: Registry, name: str | None, draft: Assembly | None, mode
 
 
 def _rules(args: EngineArgs) -> RequestRules:
-    """Return the rules for requests from the options.
+    """Return the rules for requests that the options define.
 
-    :raises ConfigError: if a logits processor cannot be found, or is combined with speculation.
+    :raises ConfigError: if a logits processor cannot be found, or logits processors are combined with speculation.
     """
     rules = RequestRules(args.generation_config, tuple(map(processor_class, args.logits_processors)))
     if rules.processors and (args.speculate or args.speculative_model) is not None:
@@ -470,7 +472,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".json")
 def _identity_of(model: LoadedModel, load_format: str) -> str:
     """Return a digest that identifies the weights and how they are computed, for blocks offloaded to disk.
 
-    It covers config.json, names, sizes and times of the weight files, the implementation, the kind of device and the dtype.
+    The digest covers config.json, the weight files' names, sizes and times, the implementation, the kind of device and the dtype.
     """
     decoder = model.decoder
     digest = hashlib.blake2b(digest_size=16)

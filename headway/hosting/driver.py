@@ -19,10 +19,10 @@ from headway.requests.validation import RequestNames, RequestValidator, TextMode
 
 
 class HeldInterrupts:
-    """Delays SIGINT while an engine's step runs in the main thread, the only one that Python interrupts.
+    """Delay of SIGINT while an engine's step runs in the main thread, the only thread that Python interrupts.
 
-    An exception between two instructions of a step could leak pages, or leave a step that the device ran and the scheduler does
-    not know. A second Ctrl-C is delivered at once, because the step may hang.
+    An exception between two instructions of a step could leak pages, or leave a step that the device has run but the scheduler
+    does not know about. A second Ctrl-C is delivered at once, because the step may hang.
     """
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class HeldInterrupts:
 class FairLock:
     """First-come, first-served lock for `with`. Ctrl-C is delayed until the main thread has released the lock.
 
-    A threading.Lock may go repeatedly to the thread that just released it: a call that steps an engine in a loop could starve all
-    others. A thread that acquires it again would deadlock and gets an error instead; this happens to a logits processor or a
-    signal handler that calls the engine within its step.
+    A threading.Lock may go repeatedly to the thread that just released it, so a call that steps an engine in a loop could starve
+    all others. A thread that acquires a FairLock again gets an error instead of a deadlock. Such a thread runs a logits processor
+    or a signal handler that calls the engine within a step.
     """
 
     def __init__(self) -> None:
@@ -126,9 +126,8 @@ class FairLock:
 
 
 Listener = Callable[[list[OutputDelta]], Iterable[tuple[str, int | None]]]
-"""Called with the outputs of each step, including those for other clients' requests. Returns the completions to abort, each as
-request id and index (None means all completions of the request).
-"""
+"""Function to call with the outputs of each step, including outputs for other clients' requests. Returns the completions to abort
+as pairs of request id and index; an index of None means all completions of the request."""
 
 
 class EngineDriver:
@@ -141,14 +140,15 @@ class EngineDriver:
         self.text_model = TextModel(model.name, model.folder, model.tokenizer)
         self.validator = RequestValidator(self.text_model, assembly.engine.limits, assembly.rules)
         self.lock = FairLock()
-        """Lock that the engine's caller holds, for at most one step."""
+        """Lock that a caller of the engine holds for at most one step at a time."""
         self._listeners: tuple[Listener, ...] = ()
         self._guard = Lock()
         self.names = RequestNames()
         self.task_state: dict[str, Any] = {}
-        """Objects that tasks store for later tasks, by name; see headway.hosting.host."""
+        """Name -> object that a task stores for later tasks; see headway.hosting.host."""
         self.on_cpu = assembly.device.type == "cpu"
-        """True if activations and compiled kernels use this process's memory, whose freed part is returned at intervals."""
+        """True if activations and compiled kernels use this process's memory. Freed memory is then returned to the system at
+        intervals."""
         self._deferred: list[Callable[[], None]] = []  # Calls by the step's thread, delayed to the end of the step
         self._next_trim = time.perf_counter() + TRIM_INTERVAL
 

@@ -27,11 +27,12 @@ log = logging.getLogger("headway")
 
 T = TypeVar("T")
 Task = Callable[[EngineDriver], T]
-"""Work that a host runs on its engine. For another process it must be a module-level function or a partial of one."""
+"""Function that a host calls with its engine's driver. For an engine in another process, the function must be a module-level
+function or a partial of one."""
 
 
 class EngineDeadError(RuntimeError):
-    """Error: the engine's thread or process has ended, because of a fault (this error's cause) or a shutdown."""
+    """Error for an engine whose thread or process has ended, because of a fault (this error's cause) or a shutdown."""
 
 
 class EngineFacts(NamedTuple):
@@ -45,7 +46,7 @@ class EngineFacts(NamedTuple):
     selection: str
     """Text that names the chosen backends and the reasons."""
     rules: RequestRules = RequestRules()
-    """Rules for requests from the options."""
+    """Rules for requests, as set by the options."""
     eos_token_ids: frozenset[int] = frozenset()
     rounding: str = ""
     """Description of how this CPU's kernels round activations; empty if they do not."""
@@ -116,7 +117,8 @@ class EngineHost(ABC):
 
     @abstractmethod
     def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
-        """Remove a client, after `stop`, and abort the requests that are `unfinished`."""
+        """Remove a client after `stop`, and abort its requests. unfinished: function that returns the engine's names for the
+        client's unfinished requests."""
 
 
 def query(function: Callable[[EngineLoop], T]) -> Task[T]:
@@ -135,7 +137,7 @@ def abort_request(host: EngineHost, key: str, index: int | None) -> None:
 
 
 def add_adapter(host: EngineHost, lora_request: LoRARequest) -> None:
-    """Load an adapter into an engine, and wait until it is loaded. Raises as `AsyncLLM.add_lora`."""
+    """Load an adapter into an engine, and wait until the adapter is loaded. Raises the same errors as `AsyncLLM.add_lora`."""
     host.run_between_steps(partial(register_adapter, lora_request=lora_request)).result()
 
 
@@ -145,7 +147,8 @@ def read_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
 
 
 def register_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
-    """Let requests use an adapter, reading it first unless `read_adapter` has. Runs as a task."""
+    """Make an adapter available to requests. Read the adapter from disk first unless `read_adapter` has done so. Runs as a
+    task."""
     driver.engine.adapter_table.add(lora_request, driver.task_state.pop(f"adapter {lora_request.lora_int_id}", None))
 
 
@@ -165,7 +168,7 @@ Call = tuple[Task[Any], "Future[Any]"]
 
 
 class EngineThread(EngineHost):
-    """Steps an engine in a thread of this process. Tasks are queued, so callers do not wait for a step."""
+    """Host that steps an engine in a thread of this process. Tasks are queued, so callers do not wait for a step."""
 
     def __init__(self, driver: EngineDriver, *, owned: bool = True) -> None:
         """owned: True if the engine ends with this host; False if another host or an LLM uses it too."""
@@ -273,7 +276,8 @@ class EngineThread(EngineHost):
             wait = False
 
     def _lost(self, fault: ExecutorLostError) -> None:
-        """End the host. Called in another thread when the engine can run no more steps; the engine's thread may be blocked."""
+        """End the host. Called from a different thread when the engine can run no more steps; the engine's own thread may be
+        blocked."""
         self._end_by(fault)
         self._calls.put(None)
 

@@ -25,7 +25,8 @@ _LOST = "weights lost in sleep"
 
 
 def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
-    """Return the replaceable weights of a driver's model. what: operation, for the error. :raises ConfigError: if fixed."""
+    """Return the replaceable weights of a driver's model. what: name of the operation, for the error message. :raises
+    ConfigError: if the weights cannot be replaced."""
     model, on_disk = driver.assembly.model, driver.assembly.engine.config.kv_offload_dir
     if model.live_weights is None:
         need = "plain weights on one rank that Headway's decoder computes"
@@ -113,7 +114,7 @@ class ServedModel:
 
 
 class Worker:
-    """The worker passed to `collective_rpc` functions. There is one, in this process."""
+    """Worker that `collective_rpc` passes to functions. An engine has one worker, in this process."""
 
     rank = local_rank = 0
 
@@ -129,7 +130,8 @@ class Worker:
         return found
 
     def update_config(self, overrides: Mapping[str, Any]) -> None:
-        """Set the source of `reload_weights`: load_config.load_format "auto" or "dummy". :raises ConfigError: if invalid."""
+        """Set the source of the weights for `reload_weights`: load_config.load_format is "auto" or "dummy". :raises ConfigError:
+        if the overrides are invalid."""
         given = overrides.get("load_config") if isinstance(overrides, Mapping) else None
         found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
         if found not in LOAD_FORMATS:
@@ -174,9 +176,9 @@ def _with_extension(place: str) -> type[Worker]:
 def collective_rpc(
     driver: EngineDriver, method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Call a worker's method, or a function with the worker. Return a list of one result, as for one rank.
+    """Call a worker's method by name, or a function with the worker. Return a list with one result, since there is one rank.
 
-    :raises ConfigError: if there are several ranks, the worker has no such method, or the arguments do not fit.
+    :raises ConfigError: if there are several ranks, the worker has no such method, or the arguments do not match the method.
     """
     ranks = driver.assembly.settings.parallel_config.tensor_parallel_size if driver.assembly.settings else 1
     if ranks > 1:

@@ -27,7 +27,7 @@ _SIGN_INTERVAL = 1.0  # Seconds between reports of steps without outputs, which 
 
 
 class EngineChild:
-    """Server that runs the parent's tasks until the parent closes the wire or ends."""
+    """Server for the parent's tasks. Runs until the parent closes the wire or ends."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

@@ -49,17 +49,17 @@ class _WaitingTask(NamedTuple):
 
 
 class EngineProcess(EngineHost):
-    """Host of an engine in a child process, which ends with this process. After a fault a new engine may start."""
+    """Host of an engine in a child process, which ends with this process. After a fault, the host may start a new engine."""
 
     def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None, restarts: int = 0) -> None:
-        """Start loading the model in the child, and wait until it is ready.
+        """Start loading the model in the child, and wait until the child is ready.
 
-        make: function that makes the engine in the child, `partial(driver_of, args)`. spawned: the child, if it has been started
-        already.
+        make: function that makes the engine in the child: `partial(driver_of, args)`.
+        spawned: child that has already been started; None starts one.
         restarts: maximum number of restarts after faults.
 
         :raises HeadwayError: if an option is invalid.
-        :raises EngineDeadError: if the process has ended.
+        :raises EngineDeadError: if the child has ended.
         """
         self._make = make
         self._restarts = self._left = restarts
@@ -74,7 +74,7 @@ class EngineProcess(EngineHost):
         self.validator = RequestValidator(self.model, self.facts.limits, self.facts.rules)
 
     def _load(self, spawned: SpawnedEngine) -> None:
-        """Load the model in a child, and start reading the child's messages. Raises as `__init__`."""
+        """Load the model in a child, and start reading the child's messages. Raises the same errors as `__init__`."""
         self._process = spawned.process
         self._wire = spawned.wire
         self._num_sequences = 0, 0
@@ -211,7 +211,8 @@ class EngineProcess(EngineHost):
             future.set_exception(error)
 
     def _fail(self, error: EngineDeadError) -> None:
-        """Reject new tasks and fail waiting ones. After a fault, notify the clients, and restart if any restarts remain."""
+        """Reject new tasks and fail waiting tasks. After a fault, notify the clients, and start a new engine if any restarts
+        remain."""
         with self._guard:
             if self.error is not None:
                 return

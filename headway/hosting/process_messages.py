@@ -55,7 +55,7 @@ class TaskResult(NamedTuple):
 
     number: int
     result: bytes
-    """The task's result, pickled separately, as the task is."""
+    """The task's result, pickled separately like the task."""
     num_sequences: tuple[int, int]
     """Numbers of running and waiting sequences."""
 

@@ -67,7 +67,8 @@ class EngineChoices(NamedTuple):
 def rank_devices(args: EngineArgs) -> list[torch.device]:
     """Return the device of each rank, before anything is started.
 
-    :raises ConfigError: if there are more ranks than devices, devices of different kinds, or a launcher such as torchrun.
+    :raises ConfigError: if there are more ranks than devices, the devices are of different kinds, a launcher such as torchrun is
+    used, or an option does not allow several ranks.
     """
     size, option = args.tensor_parallel_size, "tensor_parallel_size"
     if sys.platform == "win32":
@@ -102,7 +103,8 @@ def _check_count(size: int, count: int, what: str) -> None:
 
 
 def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProcesses:
-    """Start the processes of the other ranks. On a CPU, all ranks share its threads, and the thread count is set here too."""
+    """Start the processes of the other ranks. On a CPU, the threads are divided among all ranks, and this process's thread count
+    is set too."""
     size, num_threads = len(devices), None
     if devices[0].type == "cpu":
         bound_kernel_caches()
@@ -111,7 +113,7 @@ def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProces
 
 
 def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
-    """Make the executor of a rank other than rank 0, with rank 0's choices. Raises as `assemble`."""
+    """Make the executor of a rank other than rank 0, with rank 0's choices. Raises the same errors as `assemble`."""
     registry, device = args.make_registry(), torch.device(start.device)
     config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)
@@ -143,10 +145,10 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
 def sampling_of(
     decoder: Decoder | TransformersModel, layers: LayerSpecs, config: EngineConfig, ahead: CompileAhead | None
 ) -> SamplingOps:
-    """Return the sampling operations of a model, after compiling their kernels and the model's, except attention kernels.
+    """Compile a model's kernels and its sampling kernels, except attention kernels. Return the sampling operations.
 
-    These kernels are needed whichever attention backend is chosen, so all are compiled in one `ahead`. The model runs on all
-    ranks at the same time.
+    These kernels are needed for every choice of attention backend, so all of them are compiled in one `ahead` context. The model
+    runs on all ranks at the same time.
     """
     most = min(_MODEL_STEP, config.for_device(layers.device).step_tokens)
 
@@ -169,7 +171,7 @@ def sampling_of(
 def named_experts(args: EngineArgs, registry: Registry, device: torch.device) -> ExpertsOptions:
     """Return the kernels allowed for MoE layers on a device, and the kernel named by an option.
 
-    :raises UnsupportedError: if the named kernel cannot run there.
+    :raises UnsupportedError: if the named kernel cannot run on the device.
     """
     named = args.experts_kernel
     if named != AUTO and not (able := registry.experts.able(named, device.type)):

@@ -10,7 +10,7 @@ from headway.machine.process import TRIM_INTERVAL, freeze_heap, trim_memory
 
 
 class PeriodicRelease:
-    """Hook that returns freed memory to the system at intervals after a step, if activations are in this process's memory."""
+    """Hook after each step. Returns freed memory to the system at intervals, for activations in this process's memory."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + TRIM_INTERVAL

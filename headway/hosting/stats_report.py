@@ -90,7 +90,8 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
 
 
 def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
-    """Return a response's tokens per second after the first, and its backends. done: its counters. more: hint for details."""
+    """Return a line with a response's tokens per second after the first token, and its backends. done: the response's counters.
+    more: command or option that shows further details."""
     tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
     seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time - metrics.time_to_first_token
     served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}
@@ -104,7 +105,7 @@ def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
 
 
 class StatsLog:
-    """Logs the `stats_line` of an engine at most once per interval, while the engine steps."""
+    """Logger of an engine's `stats_line`, at most once per interval while the engine steps."""
 
     def __init__(self, engine: EngineLoop, interval: float) -> None:
         log.setLevel(logging.INFO)  # the lines were requested, whatever the level of other messages

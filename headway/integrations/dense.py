@@ -1,9 +1,9 @@
-"""Block views of another program's dense keys and values: a block begins at every slot, so that any sequence is a list of blocks.
+"""Block views of another program's dense keys and values. A block begins at every slot, so that any sequence is a list of blocks.
 
 The blocks of a view overlap: each run of `block_size` slots is identified by its first slot. A sequence may therefore begin
 anywhere, after its row's padding or inside a tensor, without a copy. Only the last blocks of the last head extend past the end of
-the memory (*open* blocks). A decode kernel that reads only live slots may use them, and a prompt without context reads no cache.
-Otherwise, if a block table would contain an open block, keys and values are copied into padded memory.
+the memory (*open* blocks). A decode kernel that reads only live slots may use open blocks, and a prompt without context reads no
+cache. In all other cases, keys and values are copied into padded memory if a block table would contain an open block.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Sequences(NamedTuple):
     """Index of each sequence's first key in its row of the key tensor."""
     kv_lens: list[int]
     rows: list[int]
-    """Row of the batch of each sequence."""
+    """Index of the batch row that contains each sequence."""
 
     def part(self, chosen: Sequence[bool]) -> Sequences:
         """Return the chosen sequences."""
         return Sequences(*(list(compress(each, chosen)) for each in self))
 
     def last_block(self, row: int, size: int) -> int:
-        """Return the largest slot at which a last block of a sequence begins. row: number of slots per row of the batch."""
+        """Return the largest slot at which the last block of any sequence begins. row: number of slots per row of the batch."""
         every = zip(self.rows, self.keys, self.kv_lens, strict=True)
         return max(at * row + key + (length - 1) // size * size for at, key, length in every)
 
@@ -101,7 +101,7 @@ class Blocks:
     num_blocks: int
     """Number of slots at which a complete block of all heads begins."""
     open_blocks: int
-    """Number of additional slots at which a block begins that extends past the end of the memory."""
+    """Number of additional slots whose blocks extend past the end of the memory."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     """Strides of the key and value views [num_blocks, block_size, num_kv_heads, head_dim or v_head_dim]."""
@@ -110,7 +110,7 @@ class Blocks:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, shares: Sequence[BackendShare], size: int) -> Blocks:
-        """Return blocks over the tensors' own memory if it contains all blocks that are read, else over copies."""
+        """Return blocks over the tensors' own memory if that memory contains all blocks to read, else over copies."""
         reading = [share for share in shares if share.reads]
         own = cls._over(key, value, size)
         if own is not None:
@@ -128,7 +128,8 @@ class Blocks:
 
     @classmethod
     def _over(cls, key: Tensor, value: Tensor, size: int) -> Blocks | None:
-        """Return blocks over this memory without a copy, or None if strides differ or are not multiples of a slot."""
+        """Return blocks over this memory without a copy. None if the strides of keys and values differ or are not multiples of a
+        slot."""
         row, whole, all_ = _row(key), [], []
         if row is None or row != _row(value):
             return None
@@ -157,7 +158,7 @@ class Blocks:
         return LayerCache(self.views(key, value), NHD, geometry, open_blocks=self.open_blocks)
 
     def metadata(self, share: BackendShare, device: torch.device) -> AttentionMetadata:
-        """Return the attention metadata for one backend's share of the sequences, over these blocks."""
+        """Return the attention metadata for the sequences of one backend, over these blocks."""
         size, sequences = self.block_size, share.sequences
         firsts = [at * self.row + key for at, key in zip(sequences.rows, sequences.keys, strict=True)]
         columns = [-(-length // size) for length in sequences.kv_lens]
@@ -199,8 +200,12 @@ def single_tokens(
     device: torch.device,
     num_blocks: int = 0,
 ) -> AttentionMetadata:
-    """Return the metadata of single tokens, twice as fast as `AttentionMetadata.build`. kv_lens: lengths with the new token, at
-    least 2. slots: block * block_size + offset of each new token. tables: [num_seqs, max_blocks], 0 past a sequence's end."""
+    """Return the metadata for sequences with one new token each, twice as fast as `AttentionMetadata.build`.
+
+    kv_lens: lengths including the new token, at least 2.
+    slots: block * block_size + offset of each new token.
+    tables: block tables [num_seqs, max_blocks], 0 past a sequence's end.
+    """
     count, width = tables.shape
     fields = (
         _starts(count),
@@ -263,7 +268,7 @@ class Visibility:
     """Position of the first key; a sliding-window cache has dropped earlier ones."""
     window: int | None
     padding: NDArray[numpy.bool_] | None
-    """bool [batch, positions]: False for padding tokens when the mask was made. None means no padding."""
+    """bool [batch, positions]: False for positions that were padding when the mask was made. None means no padding."""
     refusal: str = ""
     """Reason why Headway does not support the mask; raised when a layer uses it, since some masks are never used."""
     calls: dict[Any, Any] = field(default_factory=dict)
@@ -296,7 +301,8 @@ class Visibility:
 
     @classmethod
     def packed(cls, ends_q: NDArray[numpy.int64], ends_k: NDArray[numpy.int64], q_length: int, kv_length: int) -> Visibility:
-        """Return the visibility of sequences packed in one row. ends_q, ends_k: [n + 1], each start and the last end."""
+        """Return the visibility of sequences packed in one row. ends_q, ends_k: int64 [n + 1], start of each sequence and end of
+        the last, in queries and keys."""
         query_lens, kv_lens = numpy.diff(ends_q), numpy.diff(ends_k)
         live = query_lens > 0
         visibility = cls(1, q_length, kv_length, 0, 0, None, None)
@@ -321,11 +327,11 @@ class VisibilityMask(Tensor):
     visibility: Visibility
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """Return the mask itself: it has no memory. transformers calls this with a static cache."""
+        """Return the mask itself, because it has no memory. transformers calls this method if the cache is static."""
         return self
 
     def to(self, *where: Any, **options: Any) -> VisibilityMask:
-        """Return the mask itself: it has no memory to move to another device."""
+        """Return the mask itself, because it has no memory to move to another device."""
         return self
 
 
@@ -340,7 +346,7 @@ def mask_of(
     local_size: int | None = None,
     **others: Any,
 ) -> Tensor:
-    """Return a mask. transformers calls this for each kind of mask of a model, with the parameters of `sdpa_mask`."""
+    """Return a mask. transformers calls this function for each kind of mask of a model, with the parameters of `sdpa_mask`."""
     # The length of a static cache is only known on the device.
     visibility = Visibility(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), local_size, None)
     if others.get("use_vmap") or (not others.get("allow_is_causal_skip", True) and q_length > 1):
@@ -375,7 +381,7 @@ _DEPTH = 6  # Maximum nesting of functions to compare
 
 
 def is_known_rule(rule: Rule, window: int | None) -> bool:
-    """Return whether a rule is transformers' own causal rule, with or without a window, which is checked by comparing code."""
+    """Return whether a rule is transformers' own causal rule, with or without a window, by comparing the code of both."""
     if torch.compiler.is_dynamo_compiling():  # dynamo would trace the comparison
         return False
     causal = _causal(window)
@@ -408,7 +414,8 @@ def _causal(window: int | None) -> Any:
 
 
 def _written(part: Any, depth: int = 0) -> Any:
-    """Return the code and closure of a function: equal values compute the same. Mutable values only equal themselves."""
+    """Return the code and closure of a function. Functions with equal values compute the same; a mutable value equals only
+    itself."""
     if isinstance(part, FunctionType) and depth < _DEPTH:
         held = tuple(_written(cell.cell_contents, depth + 1) for cell in part.__closure__ or ())
         plain = part.__defaults__ is None and part.__kwdefaults__ is None

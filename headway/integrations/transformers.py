@@ -1,8 +1,9 @@
 """`attn_implementation="headway"` in transformers: Headway's backends over transformers' own caches.
 
-Importing this module registers "headway", which selects a backend by the crossover table, and "headway:NAME" for each
-backend, in upper case if transformers reserves the name ("headway:FLASH_ATTN_3"; `names` lists them). It patches one method,
-`ContinuousBatchingManager.switch_to_cb_friendly_attn`, so that continuous batching accepts these names.
+Importing this module registers "headway", which selects a backend by the crossover table, and "headway:NAME" for each backend.
+NAME is in upper case if transformers reserves the lower-case name ("headway:FLASH_ATTN_3"); `names` lists the registered names.
+The import also patches one method, `ContinuousBatchingManager.switch_to_cb_friendly_attn`, so that continuous batching accepts
+these names.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class _OfThread(threading.local):
         self.selectors: dict[tuple[AttentionSpec, BackendRequest], Selector] = {}
         """Selectors of this thread, since threads must not share a backend instance's buffers and launch arguments."""
         self.maskless: dict[tuple[int, int, int], Visibility] = {}
-        """Visibility of the last call without a mask, by batch, queries and keys; the layers of a step share it."""
+        """Visibility of the last call without a mask, keyed by batch size, number of queries and number of keys. The layers of a
+        step share this visibility."""
         self.layer = 0  # Last layer that a continuous-batching step called
         self.visibilities: dict[tuple[int, ...], Visibility] = {}  # Visibilities of that step, by the address of their lengths
 
@@ -77,7 +79,8 @@ _CACHED = _OfThread()
 
 
 def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
-    """Return spec and selector for a kind of layer; `auto` only uses cached tables. :raises HeadwayError: if unsupported."""
+    """Return spec and selector for a kind of layer; `auto` uses only cached crossover tables. :raises HeadwayError: if the kind
+    of layer is unsupported."""
     known = _CACHED.kinds.get(kind)
     if known is None:
         own = kind._asdict()
@@ -126,7 +129,8 @@ class StepAttention:
     in_place: bool
     """True if each query is a single token with contiguous heads."""
     new: slice | Tensor
-    """Indices of this call's tokens among the keys: in each row of the batch, or (int64 [q_length]) in the only row."""
+    """Indices of this call's tokens among the keys: a slice for each row of the batch, or int64 [q_length] for packed sequences
+    in one row."""
     kind: LayerCache | None = None
     """Cache of the first layer, already checked, without its tensors."""
 
@@ -134,7 +138,8 @@ class StepAttention:
     def of(
         cls, visibility: Visibility, spec: AttentionSpec, selector: Selector, query: Tensor, key: Tensor, value: Tensor
     ) -> StepAttention:
-        """Choose backends, lay out blocks and plan. query: [batch, num_heads, q_length, head_dim]. key, value: cache tensors."""
+        """Choose backends, lay out blocks and make plans. query: [batch, num_heads, q_length, head_dim]. key, value: cache
+        tensors."""
         shares = BackendShare.all_of(visibility.rows, selector, spec)
         blocks = Blocks.of(key, value, shares, selector.selection.block_size)
         padded = visibility.padded
@@ -172,7 +177,7 @@ class StepAttention:
         return out.view(self.shape)
 
     def _run(self, part: PlannedPart, q: Tensor, key: Tensor, value: Tensor, cache: LayerCache, out: Tensor) -> None:
-        """Run a part that has only some of the tokens, or needs the new keys and values."""
+        """Run a part that covers only some of the tokens, or that needs the new keys and values."""
         index = part.tokens
         queries, result = (q, out) if index is None else (q[index], out.new_empty((len(index), *out.shape[1:])))
         if part.decodes:
@@ -246,15 +251,15 @@ _REFUSED = {
 
 
 def names() -> dict[str, str]:
-    """Return registered name -> its backend request."""
+    """Return registered name -> backend request."""
     return dict(_REQUESTS)
 
 
 def register(request: str) -> str:
-    """Register a request in the form of --attn-backend, such as "prefill=hopper,decode=triton". Return its name.
+    """Register a request in the format of --attn-backend, such as "prefill=hopper,decode=triton". Return its name.
 
     transformers reserves lower-case names that contain "flash", "sdpa" and similar words. Each request is therefore also
-    registered in upper case, and the upper-case name is returned if the lower-case one is reserved.
+    registered in upper case, and the upper-case name is returned if the lower-case name is reserved.
     :raises HeadwayError: if the request is invalid or names an unregistered backend.
     """
     parsed = BackendRequest.parse(request)
@@ -278,10 +283,12 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return ([batch, q_length, num_heads, v_head_dim], None); transformers calls this function. query: [batch, num_heads,
-    q_length, head_dim]. key, value: [batch, num_kv_heads, kv_length, head_dim or v_head_dim] of the cache, including this call's
-    tokens.
-    :raises ConfigError: if Headway does not support the call."""
+    """Return (attention [batch, q_length, num_heads, v_head_dim], None). transformers calls this function.
+
+    query: [batch, num_heads, q_length, head_dim].
+    key, value: [batch, num_kv_heads, kv_length, head_dim or v_head_dim] of the cache, including this call's tokens.
+    :raises ConfigError: if Headway does not support the call.
+    """
     if torch.compiler.is_dynamo_compiling():  # checked here, since calling a disabled function has a constant cost
         found: tuple[Tensor, None] = _attend_untraced(request, module, query, key, value, attention_mask, scaling, **options)
         return found
@@ -349,7 +356,8 @@ def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
 
 
 def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
-    """Return the visibility of packed sequences in continuous batching, shared in a step. :raises ConfigError: if unsupported."""
+    """Return the visibility of packed sequences in continuous batching, which the layers of a step share. :raises ConfigError: if
+    the call is unsupported."""
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:

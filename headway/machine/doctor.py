@@ -59,9 +59,9 @@ class Machine:
     ninja: str | None = None
     """Path of ninja. None if it is not found."""
     compiler: str | None = None
-    """Path of a C++ compiler. None if there is none."""
+    """Path of a C++ compiler. None if no compiler is found."""
     cxx11abi: bool = True
-    """C++ ABI of torch's build, which is part of the names of flash-attn's wheels."""
+    """True if torch was built with the C++11 ABI, which is part of the names of flash-attn's wheels."""
     installer: str = "python -m pip"
     """Command that installs into this Python. Empty if neither pip nor uv is found."""
     installed: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +69,8 @@ class Machine:
 
 
 def examine(distributions: tuple[str, ...]) -> Machine:
-    """Return a description of this machine, importing only torch. distributions: names whose versions to look up."""
+    """Return a description of this machine, importing only torch. distributions: names of the distributions whose versions to
+    look up."""
     driver, gpus = _gpus()
     return Machine(
         system=platform.system(),
@@ -190,7 +191,7 @@ PACKAGES: Final = {
         "is on LD_LIBRARY_PATH",
     ),
 }
-"""Library's name -> its package. A backend names its library in BackendInfo.extra."""
+"""Name of a library -> its package. A backend names its library in BackendInfo.extra."""
 
 FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
 """torch version -> vLLM release built for it and CUDA 13. Its wheel has FlashAttention 3 in a file that needs only torch."""
@@ -221,7 +222,8 @@ def library(extra: str) -> str:
 
 
 def advise(extra: str, support: Support, devices: Collection[str] | None, machine: Machine) -> Advice:
-    """Return how to make a backend available. extra: BackendInfo.extra. devices: its device types; None if its import failed."""
+    """Return advice on making a backend available. extra: BackendInfo.extra. devices: device types of the backend; None if its
+    import failed."""
     name = library(extra)
     package = PACKAGES.get(name)
     hints = "; ".join(reason.hint for reason in support.reasons if reason.hint and "pip install" not in reason.hint)
@@ -349,7 +351,8 @@ def _from_wheel(folder: str, release: str, file: str, variable: str) -> tuple[st
 
 
 def _flash_attn_3(machine: Machine, found: str) -> Advice:
-    """Return how to take FlashAttention 3, which has no wheel, from vLLM's wheel. found: hints for the rejected libraries."""
+    """Return advice on extracting FlashAttention 3 from vLLM's wheel, since there is no separate wheel. found: hints for the
+    rejected libraries."""
     torch = ".".join(machine.torch.split("+")[0].split(".")[:2])
     release = FA3_WHEELS.get(torch) if (machine.torch_cuda or "").startswith("13.") else None
     source = "build the folder hopper of https://github.com/Dao-AILab/flash-attention: nvcc, an hour"

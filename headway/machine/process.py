@@ -21,7 +21,8 @@ from headway.core.contract.errors import ConfigError
 log = logging.getLogger("headway")
 
 SWITCH_INTERVAL: Final = 0.0005
-"""Value in seconds for sys.setswitchinterval if a thread steps an engine. Python's default, 5 ms, is longer than a step."""
+"""Thread switch interval in seconds (sys.setswitchinterval) for a process in which a thread steps an engine. Python's default, 5
+ms, is longer than a step."""
 _SAMPLE_SECONDS = 0.1
 _BUSY_PERCENT = 50.0  # Load in percent above which a core is not free: two torch threads on one core are several times slower
 
@@ -38,7 +39,8 @@ def free_cores() -> int:
 
 
 def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
-    """Set and return torch's thread count: `num_threads`, else $OMP_NUM_THREADS, else free cores; all divided by num_ranks."""
+    """Set and return torch's thread count. The count is `num_threads`, else $OMP_NUM_THREADS, else the number of free cores,
+    divided by num_ranks."""
     import torch  # imported here: a rank's process imports this module before torch
 
     if num_threads is None and os.environ.get("OMP_NUM_THREADS"):
@@ -61,9 +63,9 @@ TRIM_INTERVAL: Final = 10.0
 def freeze_heap() -> None:
     """Exclude all objects that are currently alive from later garbage collections.
 
-    A full collection traverses every object that imports created and would pause generation for 60 to 100 ms. vLLM freezes
-    its heap for the same reason. Reference counting still frees objects; only cycles among the objects alive now remain until
-    the next call, which collects first, so that loading models one after the other leaves the garbage of at most one model.
+    A full collection traverses every object that imports created and would pause generation for 60 to 100 ms. vLLM freezes its
+    heap for the same reason. Reference counting still frees objects; only cycles among the frozen objects remain until the next
+    call. That call collects garbage first, so loading several models in sequence leaves the garbage of at most one model.
     """
     if gc.get_freeze_count():
         gc.unfreeze()
@@ -74,10 +76,10 @@ def freeze_heap() -> None:
 
 
 def trim_memory() -> None:
-    """Make the C library return freed memory to the system. Does nothing unless on Linux with glibc.
+    """Make the C library return freed memory to the system. Do nothing on systems other than Linux with glibc.
 
-    glibc retains freed chunks between used ones: activations and compiled oneDNN kernels of many sizes leave hundreds of MiB
-    in its arenas, and the next engine's thread starts another arena. Takes about 0.1 ms per MiB returned.
+    glibc retains freed chunks between used ones: activations and compiled oneDNN kernels of many sizes leave hundreds of MiB in
+    its arenas, and the next engine's thread starts a new arena. The call takes about 0.1 ms per MiB returned.
     """
     trim = _malloc_trim()
     if trim is not None and os.environ.get(KEEP_FREED_MEMORY) != "1":
@@ -104,16 +106,18 @@ def _thaw_at_exit() -> None:
 
 
 def collect_seldom() -> None:
-    """Raise the threshold of young-generation garbage collection from 700 to 100,000 new objects: a start creates a million."""
+    """Raise the threshold of young-generation garbage collection from 700 to 100,000 new objects, since starting an engine
+    creates a million."""
     gc.set_threshold(100_000, 20, 50)
 
 
 VARIABLES: Final = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-"""Environment variables for the sizes of torch's per-thread cache of oneDNN kernels and of oneDNN's own; default: 1,024."""
+"""Environment variables that set the capacity of torch's per-thread cache of oneDNN kernels and of oneDNN's own cache. The
+default is 1,024 kernels each."""
 
 CAPACITY: Final = 256
-"""Maximum number of compiled oneDNN GEMM kernels per cache. A kernel takes about 200 KiB, for one row count and one weight
-shape: 256 are enough for a decoder's four or five shapes at 50 row counts."""
+"""Maximum number of compiled oneDNN GEMM kernels per cache. Each row count and weight shape needs a kernel, which takes about 200
+KiB. 256 kernels are enough for a decoder's four or five weight shapes at 50 row counts."""
 
 
 def bound_kernel_caches() -> None:
@@ -129,10 +133,10 @@ def bound_kernel_caches() -> None:
 
 
 def interrupt_command(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT as Python does, except while modules are being imported: then let the signal end the process.
+    """Handle SIGINT as Python does, except while modules are being imported: the signal then ends the process.
 
-    During an import a KeyboardInterrupt may become another error in C extensions, abort the process, or be dropped, and
-    nothing needs saving yet. Shells report both endings as exit code 130.
+    During an import, a KeyboardInterrupt may become a different error in C extensions, abort the process, or be dropped, and
+    there is nothing to save yet. Shells report both endings as exit code 130.
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -144,7 +148,7 @@ def interrupt_command(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handle_sigint(by: Callable[[int, FrameType | None], object], instead_of: object) -> Iterator[None]:
-    """Handle SIGINT with `by` inside the context if the current handler is `instead_of`; leave other handlers."""
+    """Handle SIGINT with `by` inside the context if the current handler is `instead_of`. A different handler stays installed."""
     replaces = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is instead_of
     before = signal.signal(signal.SIGINT, by) if replaces else None
     try:

@@ -59,7 +59,7 @@ _GENERATING = {
     "tensor_parallel_size": 1,
     "tokenizer": None,
 }
-"""Option that only generation models support -> the values that do not request it."""
+"""Option that only generation models support -> values that pooling models accept."""
 
 
 class PoolingAssembly(NamedTuple):
@@ -75,7 +75,8 @@ class PoolingAssembly(NamedTuple):
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
-    """Load a model and create its engine. registry: a checked registry, or None. :raises HeadwayError: if invalid."""
+    """Load a model and create its engine. registry: result of `checked_registry`; None creates a registry. :raises HeadwayError:
+    if an option is invalid."""
     _refuse_generating(args)
     config = args.engine_config()
     registry = checked_registry(args) if registry is None else registry
@@ -154,7 +155,7 @@ _INSTEAD: Final[Mapping[PoolingTask, tuple[str, str]]] = {
     "score": ("scores documents", "score and classify"),
     "reward": ("rewards tokens", "reward and encode"),
 }
-"""Task -> a description of the model's output, and the methods that return it."""
+"""Task -> (what the model does, methods that return its results), as text for error messages."""
 
 
 class PoolingClient:
@@ -195,7 +196,7 @@ class _Waiting:
 
 
 class AsyncPooling:
-    """Runs the engine of a `PoolingClient` in its own thread. Waiting requests alternate, text by text."""
+    """Runner of a `PoolingClient`'s engine in its own thread. Waiting requests alternate, text by text."""
 
     def __init__(self, client: PoolingClient) -> None:
         self.model = client.model
@@ -211,9 +212,11 @@ class AsyncPooling:
         self._thread.start()
 
     async def run(self, make: Callable[[], PoolingJob[Output]]) -> tuple[list[Output], int]:
-        """Run a job in a thread. Return its outputs and number of tokens. :raises HeadwayError: if arguments are bad or a
-        backend raised.
-        :raises EngineDeadError: if the engine has been stopped."""
+        """Run a job in a thread. Return its outputs and number of tokens.
+
+        :raises HeadwayError: if an argument is invalid or a backend raised an error.
+        :raises EngineDeadError: if the engine has been stopped.
+        """
         loop = asyncio.get_running_loop()
         self._check_running()
         job = await loop.run_in_executor(self._tokenisers, make)
@@ -221,7 +224,8 @@ class AsyncPooling:
         return await loop.run_in_executor(self._tokenisers, partial(job.finish, rows)), job.num_tokens
 
     def check_health(self, step_timeout: float) -> None:
-        """Check that the engine is alive. step_timeout: maximum seconds per round. :raises EngineDeadError: if it is not."""
+        """Check that the engine is alive. step_timeout: maximum seconds per round. :raises EngineDeadError: if the engine has
+        been stopped or is stuck."""
         self._check_running()
         since = self._since
         if since is not None and time.monotonic() - since > step_timeout:
@@ -283,7 +287,7 @@ class AsyncPooling:
             self._since = None
 
     def _take(self) -> list[tuple[_Waiting, EncodedText]]:
-        """Return the texts of the next round: one per request in turn."""
+        """Return the texts of the next round, up to a token limit: one text per request, repeated while tokens remain."""
         batch: list[tuple[_Waiting, EncodedText]] = []
         tokens = 0
         most = _BATCHES * self._engine.limits.max_num_tokens
@@ -300,7 +304,8 @@ class AsyncPooling:
         return batch
 
     def _end(self, served: Sequence[_Waiting], error: Exception | None) -> None:
-        """Finish the requests of a round that have all their rows or, if there is an error, all the round's requests with it."""
+        """Finish the requests of a round whose rows are complete. If there is an error, end all requests of the round with the
+        error."""
         done = [each for each in dict.fromkeys(served) if error is not None or len(each.rows) == len(each.texts)]
         with self._changed:
             self._waiting = deque(each for each in self._waiting if each not in done)

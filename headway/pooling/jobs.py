@@ -31,7 +31,7 @@ from headway.requests.prompts import Prompt, parse_prompts, whole_text
 Output = TypeVar("Output")
 
 _OF_MODELS: Final[Mapping[PoolingTask, str]] = {"embed": "embed", "score": "classify", "reward": "token_classify"}
-"""Task of a model -> vLLM's name for it."""
+"""Task of a model -> vLLM's name for the task."""
 _WORDS: Final[Mapping[str | None, str]] = {
     **{word: word for word in _OF_MODELS.values()},
     "token_embed": "token_embed",
@@ -64,7 +64,8 @@ class PoolingJobs:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[EmbeddingRequestOutput]:
-        """Embed prompts; see `LLM.embed`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
+        """Embed prompts; see `LLM.embed`. :raises PromptError: if a prompt is too long. :raises ConfigError: if the model does
+        not support the request."""
         self._check_embeds("embed")
         self._check_dimensions(dimensions)
         texts = self._texts(prompts, truncate_prompt_tokens)
@@ -77,7 +78,8 @@ class PoolingJobs:
     def embed_tokens(
         self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
-        """Embed each token of prompts, with the post-processing of embeddings applied to each token. Raises as `embed`."""
+        """Embed each token of prompts, with the post-processing of embeddings applied to each token. Raises the same errors as
+        `embed`."""
         self._check_embeds("token_embed")
         self._check_dimensions(dimensions)
         texts = [text._replace(each_token=True) for text in self._texts(prompts, truncate_prompt_tokens)]
@@ -86,7 +88,8 @@ class PoolingJobs:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ClassificationRequestOutput]:
-        """Classify prompts; see `LLM.classify`. :raises PromptError: if too long. :raises ConfigError: if the model embeds."""
+        """Classify prompts; see `LLM.classify`. :raises PromptError: if a prompt is too long. :raises ConfigError: if the model
+        is not a sequence classifier."""
         if self.model.task != "score" or self.model.score_prompt is not None:
             hint = "task='score' says that a model is one" if self.model.task == "embed" else self._instead()
             raise ConfigError("classify", "a sequence classifier", self.model.name, hint)
@@ -97,7 +100,8 @@ class PoolingJobs:
     def reward(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
-        """Reward tokens or steps; see `LLM.reward`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
+        """Reward tokens or steps; see `LLM.reward`. :raises PromptError: if a prompt is too long. :raises ConfigError: if the
+        model does not reward tokens."""
         if self.model.task != "reward":
             need = "a reward model, or a classifier of tokens"
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
@@ -112,7 +116,8 @@ class PoolingJobs:
     def _job(
         self, texts: Sequence[EncodedText], kind: type[Output], made: Callable[[Tensor, EncodedText], object]
     ) -> PoolingJob[Output]:
-        """Return the job for texts. kind: class of its outputs, a `PooledOutput`. made: function that converts a text's rows."""
+        """Return the job for texts. kind: class of the outputs, a `PooledOutput`. made: function that converts a text's rows to
+        the contents of its output."""
 
         def finish(found: Sequence[Tensor]) -> list[Output]:
             pairs = zip(found, texts, strict=True)
@@ -121,9 +126,11 @@ class PoolingJobs:
         return PoolingJob(texts, finish)
 
     def pooling_task(self, requested: str | None) -> str:
-        """Return embed, classify, token_embed or token_classify.
-        requested: vLLM's name; None or encode means the model's own task.
-        :raises ConfigError: if the name is unknown. The job checks whether the model supports the task."""
+        """Return the task's current name: embed, classify, token_embed or token_classify.
+
+        requested: vLLM's name of the task; None or encode means the model's own task.
+        :raises ConfigError: if the name is unknown. The job checks whether the model supports the task.
+        """
         if requested in (None, "encode"):
             return _OF_MODELS[self.model.task]
         if requested in _WORDS:
@@ -133,7 +140,8 @@ class PoolingJobs:
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ScoringRequestOutput]:
-        """Score documents for queries; see `LLM.score`. :raises PromptError: if too long. :raises ConfigError: if unsupported."""
+        """Score documents for queries; see `LLM.score`. :raises PromptError: if two texts together are too long. :raises
+        ConfigError: if the model or the number of texts does not allow scoring."""
         pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)
@@ -150,7 +158,7 @@ class PoolingJobs:
         return self._job(texts, ScoringRequestOutput, lambda row, text: ScoringOutput(float(row[0])))
 
     def _similarities(self, pairs: Sequence[tuple[str, str]], truncate: int | None) -> PoolingJob[ScoringRequestOutput]:
-        """Return the job for the cosines of each pair's embeddings; each distinct text is embedded once."""
+        """Return the job that computes the cosine of each pair's embeddings. Each distinct text is embedded once."""
         listed = list(dict.fromkeys(text for pair in pairs for text in pair))
         texts = self._texts(listed, truncate)
         place = {text: number for number, text in enumerate(listed)}
@@ -171,7 +179,7 @@ class PoolingJobs:
             raise ConfigError(method, "a model that embeds texts", f"{self.model.name}, which {does}", self._instead())
 
     def _instead(self) -> str:
-        """Return the methods that this model supports."""
+        """Return a hint that names the methods this model supports."""
         return {"embed": "use embed", "score": "use score, or rerank", "reward": "use reward, or /pooling"}[self.model.task]
 
     def _check_dimensions(self, dimensions: int | None) -> None:

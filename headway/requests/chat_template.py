@@ -36,11 +36,14 @@ def chat_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     control_tokens: ControlTokens | None = None,
 ) -> Prompt:
-    """Return a conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}. messages: a user's
-    message, or a list of {"role": ..., "content": ...}. The template writes the special tokens, so the tokenizer adds none (else
-    prompts could begin with two BOS tokens). chat_template_kwargs: further template variables. control_tokens: the tokenizer's,
-    to treat their names in messages of users and tools as text; None encodes them as tokens. The other arguments: as in
-    transformers' apply_chat_template.
+    """Return a conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}.
+
+    messages: a user's message, or a list of {"role": ..., "content": ...}. The template writes the special tokens, so the
+    tokenizer adds none; otherwise prompts could begin with two BOS tokens.
+    chat_template_kwargs: further template variables.
+    control_tokens: encoder that treats names of control tokens in messages of users and tools as text; None encodes these names
+    as tokens.
+    Other arguments: as in transformers' apply_chat_template.
     :raises ConfigError: if the tokenizer has no chat template, or a variable has a reserved name.
     :raises PromptError: if messages are invalid or rejected by the template, or the template does not end.
     """
@@ -85,7 +88,8 @@ def chat_prompt(
 
 
 def list_of_messages(given: object) -> list[Any]:
-    """Return a list of messages or conversations. :raises PromptError: if it is not a list, such as a single message."""
+    """Return a list of messages or conversations. :raises PromptError: if the argument is not a list, for example a single
+    message."""
     if isinstance(given, (Mapping, *BYTES)) or not isinstance(given, Iterable):
         raise PromptError("messages", "a list of messages", f"a {type(given).__name__}")
     return list(given)
@@ -106,7 +110,8 @@ def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=16)
 def _between(template: str) -> str:
-    """Return the separator between the texts of a message: empty if the template writes them itself, else a line break."""
+    """Return the separator between the text parts of a message: empty if the template writes the parts itself, else a line
+    break."""
     return "" if _READS_PARTS.search(template) else "\n"
 
 

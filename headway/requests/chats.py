@@ -1,7 +1,7 @@
 """Chat formats of models: messages for a template, tools in prompts and grammars, and parsing of answers.
 
-Independent of HTTP: every endpoint with conversations uses a `ChatFormat`. Does not import torch, so that a server can check
-parser names before loading anything.
+The module is independent of HTTP: every endpoint with conversations uses a `ChatFormat`. It does not import torch, so that a
+server can check parser names before loading anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from headway.requests.tool_use import ToolForms, ToolUse
 
 Messages = Sequence[Mapping[str, Any]]
 _WRITES_TEXT: Final = re.compile(r"\+\s*\w+(?:\['function'\]|\.function)?(?:\['arguments'\]|\.arguments)(?!\s*\|)")
-"""Matches a template that concatenates arguments to a text, as DeepSeek V3's does, and therefore needs them as text."""
+"""Matches a template that concatenates a call's arguments to a text, as DeepSeek V3's does. Such a template needs the arguments
+as text."""
 TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the field that has the part's text."""
 _NO_SYSTEM: Final = re.compile(r"system role.{0,20}not supported", re.IGNORECASE)
@@ -48,7 +49,8 @@ def template_text(tokenizer: Any) -> str:
 
 
 def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = False) -> str:
-    """Return a text field. place: its part's path. optional: return "" if absent or null. :raises PromptError: if not text."""
+    """Return a text field of a part. place: path of the part. optional: return "" if the field is absent or null. :raises
+    PromptError: if the field is not a text."""
     value = part.get(name)
     if value is None and optional:
         return ""
@@ -58,8 +60,8 @@ def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = 
 
 
 def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
-    """Return messages for a template: null content becomes "", call arguments become objects, and reasoning gets both of its
-    names.
+    """Return messages for a template. Missing content of an assistant message becomes "", call arguments become objects (or text
+    if the template needs text), and reasoning gets both of its names.
 
     The role developer becomes system if the template does not know developer.
     :raises PromptError: if a message or a part of it is invalid; the error has its path.
@@ -128,7 +130,8 @@ def _call(call: Any, place: str, as_text: bool) -> dict[str, Any]:
 
 
 def call_arguments(given: Any, place: str) -> Mapping[str, Any]:
-    """Return a call's arguments from an object or JSON; "" means none. :raises PromptError: if invalid, with the path."""
+    """Return a call's arguments, given as an object or as JSON; "" means no arguments. place: path of the arguments. :raises
+    PromptError: if the arguments are invalid; the error has the path."""
     read = given
     if isinstance(given, str):
         try:
@@ -231,7 +234,8 @@ class ChatReader:
         hidden: re.Pattern[str] | None = None,
         marks: Sequence[str] = (),
     ) -> None:
-        """hidden: matches special tokens in the text that are not part of the format. marks: markers of the tool-call format."""
+        """hidden: pattern for special tokens in the text that are not part of the format. marks: markers of the tool-call
+        format."""
         self._parsers = [parser for parser in (reasoning, calls) if parser is not None]
         self._one_call = one_call
         self._hidden = hidden
@@ -266,7 +270,7 @@ class ChatReader:
 
 
 def _through(parsers: Sequence[ChatParser], pieces: list[ChatPiece], ended: bool) -> list[ChatPiece]:
-    """Pass content through each parser in turn."""
+    """Pass content through the parsers, one after another."""
     for parser in parsers:
         passed: list[ChatPiece] = []
         for piece in pieces:
@@ -305,10 +309,14 @@ class ChatFormat:
         parsers: Sequence[ChatParserInfo] = (),
         template: str | None = None,
     ) -> ChatFormat:
-        """Return a model's chat format. tool_parser, reasoning_parser: names of parsers; None detects them from the chat
-        template, and "none" disables reasoning. parsers: plugins' parsers, which take precedence. template: replaces the
-        model's.
-        :raises ConfigError: if no parser has a given name."""
+        """Return a model's chat format.
+
+        tool_parser, reasoning_parser: names of parsers. None detects the parser from the chat template; "none" disables
+        reasoning.
+        parsers: plugins' parsers, which take precedence over built-in parsers.
+        template: template that replaces the model's template.
+        :raises ConfigError: if no parser has a given name.
+        """
         template = template_text(tokenizer) if template is None else template
         known = [*parsers, *BUILTIN]
         calls = _named(known, "calls", tool_parser) or _recognized(known, "calls", template)
@@ -359,7 +367,8 @@ class ChatFormat:
         return params
 
     def reader(self, use: ToolUse, prompt: str, skip_special_tokens: bool = True) -> ChatReader | None:
-        """Return a completion's parser; None if all its text is content. prompt: rendered. skip_special_tokens: the request's."""
+        """Return a parser for a completion; None if all text of the completion is content. prompt: rendered prompt.
+        skip_special_tokens: value of the request's parameter."""
         context = ChatContext(prompt, use.schemas)
         active = self._parsers_for(use)
         if not active:

@@ -19,16 +19,17 @@ _TRUSTED: Final = frozenset(("system", "developer", "assistant"))  # Roles whose
 class ControlTokens:
     """Encoder for texts in which the names of control tokens, such as "<|im_end|>", are text.
 
-    A copy of the tokenizer, otherwise identical, has unguessable names for the control tokens. The chat template still
-    writes its own control tokens: `protect` hides names within messages before the template is applied; `encode` then gives
-    the template's tokens their secret names and restores the messages' text before the copy encodes both. The text is encoded
-    in one piece, so its tokens are the tokenizer's own tokens for text without such names.
+    A copy of the tokenizer, otherwise identical, has unguessable names for the control tokens. The chat template still writes its
+    own control tokens. `protect` hides names within messages before the template is applied. `encode` then gives the template's
+    tokens their secret names and restores the messages' text before the copy encodes both. The whole text is encoded at once, so
+    a text without such names gets the same tokens as from the original tokenizer.
 
     Control tokens are special tokens, and added tokens that the chat template writes. Thread-safe.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Copy a transformers tokenizer (up to a second). :raises ConfigError: if it is not based on the tokenizers library."""
+        """Copy a transformers tokenizer (up to a second). :raises ConfigError: if the tokenizer is not based on the tokenizers
+        library."""
         self._nonce = secrets.token_hex(16)
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -74,7 +75,8 @@ class ControlTokens:
         return self._hidden.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered), ids
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids, none of them control tokens. add_special_tokens: add the tokenizer's own, such as BOS."""
+        """Return a text's token ids without encoding any part of the text as a control token. add_special_tokens: add the
+        tokenizer's own special tokens, such as BOS."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return found
 
@@ -97,7 +99,8 @@ class ControlTokens:
 
 
 def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> Any:
-    """Return a tokenizer from its description with some tokens renamed; its model cannot produce them from text."""
+    """Return a tokenizer made from its description, with some tokens renamed. The tokenizer's model cannot produce the renamed
+    tokens from text."""
     from tokenizers import Tokenizer
 
     model = described["model"]

@@ -42,11 +42,11 @@ BYTES: Final = (bytes, bytearray, memoryview)
 """Types that look like sequences of token ids but are rejected."""
 FORMS: Final = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _IGNORED_KEYS: Final = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "length", "position_ids"})
-"""Keys of a tokenizer's output that are ignored: all except the ids."""
+"""Keys of a tokenizer's output that are ignored. Only the ids are used."""
 
 
 _LACKING: Final = dict.fromkeys(("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"), "models read text alone")
-"""Key of vLLM's prompts -> the reason why it is not supported."""
+"""Key of vLLM's prompts -> reason why the key is not supported."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class ParsedPrompt:
 
 
 def parse_prompts(prompts: object) -> list[ParsedPrompt]:
-    """Return one or several prompts, parsed. :raises PromptError: if a prompt is invalid, with its index and type."""
+    """Return one or several prompts, parsed. :raises PromptError: if a prompt is invalid; the error has the prompt's index and
+    type."""
     if isinstance(prompts, (str, Mapping)) or _dimensions(prompts) is not None:
         return _parse(prompts, 0)
     if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
@@ -160,7 +161,8 @@ def _token_ids(value: object, index: int) -> list[int]:
 
 
 def _items(value: Iterable[Any], what: str) -> list[Any]:
-    """Return the items of an iterable. :raises PromptError: if they do not fit in memory, such as a huge range."""
+    """Return the items of an iterable. :raises PromptError: if the items do not fit in memory, for example the items of a huge
+    range."""
     try:
         return list(value)
     except (MemoryError, OverflowError):
@@ -176,7 +178,8 @@ def _dimensions(value: object) -> int | None:
 
 
 def _listed(value: Any) -> Any:
-    """Return an array's elements as Python numbers, other values unchanged. :raises PromptError: if it is on device meta."""
+    """Return an array's elements as Python numbers, other values unchanged. :raises PromptError: if the array is on device
+    meta."""
     if _dimensions(value) is None:
         return value
     try:
@@ -187,7 +190,8 @@ def _listed(value: Any) -> Any:
 
 
 def whole_text(text: str, what: str = "prompt") -> str:
-    """Return the text if it is valid Unicode. :raises PromptError: if not, as from a non-UTF-8 command line."""
+    """Return a text that is valid Unicode. :raises PromptError: if the text is not valid, for example from a non-UTF-8 command
+    line."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

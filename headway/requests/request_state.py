@@ -67,7 +67,8 @@ class Completion:
             self.stop_reason = delta.new_token_ids[-1]
 
     def read(self, watched: bool) -> bool:
-        """Detokenize the new tokens if the text is watched or complete. Return whether a stop text has ended the completion."""
+        """Detokenize the new tokens if the completion has ended or is watched. Return whether a stop text has ended the
+        completion. watched: True if each token must be checked for stop texts."""
         text, tokens = self.text, self.token_ids
         if not (watched or self.finish_reason):
             return False
@@ -127,11 +128,13 @@ class RequestState:
         self.params = params = request.params
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
         self.watched = bool(params.stop)
-        """True if each token is detokenized at once to detect stop texts; otherwise only when an output is made or at the end."""
+        """True if each token is detokenized at once to detect stop texts. Otherwise tokens are detokenized only when an output is
+        made or at the end."""
         self._changed = False
         self.num_cached_tokens = 0
         self._plain = False
-        """True if a delta only adds tokens: no stop texts are watched for, and the first token has set times and counts."""
+        """True if a delta only needs to add tokens: no stop texts are watched for, and the first token has already set times and
+        counts."""
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
         self._progress = progress
@@ -148,7 +151,7 @@ class RequestState:
         return self._num_unfinished == 0
 
     def take(self, delta: OutputDelta, now: float) -> bool:
-        """Process a delta at time `now`. Return whether a stop text ends the completion; the caller must abort it."""
+        """Process a delta at time `now`. Return whether a stop text ends the completion, which the caller must then abort."""
         completion = self.completions[delta.completion]
         self._changed = True
         if completion.finish_reason is not None:  # already ended by a stop text, before the engine was notified
@@ -337,7 +340,8 @@ class TokenBytes:
         self.special = frozenset(token for token, each in added.items() if each.special)
         """Special tokens, which are left out of most texts."""
         self.of = lru_cache(_REMEMBERED_TOKENS)(self._of)
-        """Cached function of a token and its predecessor that returns the token's bytes; None marks the first token of a text."""
+        """Cached function (token, previous token) -> bytes of the token. None as the previous token marks the first token of a
+        text."""
 
     def _of(self, token: int, before: int | None) -> bytes:
         text = self._decode(token)
@@ -358,8 +362,8 @@ class TokenBytes:
 class TextBytes:
     """Bytes of the tokens of one completion, token by token.
 
-    Without hidden special tokens they join to the UTF-8 text. The first token therefore has no leading space if the
-    tokenizer's decoder removes it from the start of a text, as sentencepiece decoders do.
+    Without hidden special tokens, the bytes of all tokens join to the UTF-8 text. The first token therefore has no leading space
+    if the tokenizer's decoder removes this space from the start of a text, as sentencepiece decoders do.
     """
 
     def __init__(self, tokens: TokenBytes, hides_special: bool) -> None:
@@ -368,7 +372,7 @@ class TextBytes:
         self._before: int | None = None
 
     def take(self, candidates: Sequence[int]) -> list[bytes]:
-        """Return the bytes of the candidates for the next token, of which the first was chosen."""
+        """Return the bytes of each candidate for the next token. The first candidate is the chosen token."""
         found = [self._tokens.of(token, self._before) for token in candidates]
         if candidates[0] not in self._hidden:
             self._before = candidates[0]

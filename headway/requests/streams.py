@@ -34,7 +34,11 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output. :raises HeadwayError: if rejected. :raises EngineDeadError: if the engine ended."""
+        """Return the next output.
+
+        :raises HeadwayError: if the request is rejected.
+        :raises EngineDeadError: if the engine has ended.
+        """
         if not await self._wait():
             raise StopAsyncIteration
         output = self.state.next_output()
@@ -43,7 +47,8 @@ class RequestStream:
         return output
 
     async def news(self) -> list[CompletionOutput] | None:
-        """Return each completion's new tokens and text, without unchanging fields; None at the end. Raises as `__anext__`."""
+        """Return each completion's new tokens and text, without fields that stay the same; None at the end. Raises the same
+        errors as `__anext__`."""
         if not await self._wait():
             return None
         news = self.state.news()
@@ -77,7 +82,7 @@ class RequestStream:
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """End the stream, and its request if that still runs; a waiting reader gets the end of the stream."""
+        """End the stream, and also its request if the request still runs. A waiting reader receives the end of the stream."""
         close = self._close
         self._close = None
         if close is not None:
@@ -107,7 +112,8 @@ class Mailbox:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]
     ) -> None:
-        """abort: function that makes the engine end one completion of a request, or all completions for None."""
+        """abort: function (key, index) that makes the engine end one completion of a request, or all completions if the index is
+        None."""
         self.loop = loop
         self._abort = abort
         self._processor = OutputProcessor(tokenizer)
@@ -115,7 +121,7 @@ class Mailbox:
         """Engine's name for a request -> the request's stream."""
 
     def post(self, handle: Callable[..., None], *arguments: object) -> bool:
-        """Schedule `take`, `fail` or `abort` on the loop. Return False if the loop is closed."""
+        """Schedule a call of `take`, `fail` or `abort` on the loop. Return False if the loop is closed."""
         try:
             self.loop.call_soon_threadsafe(handle, *arguments)
         except RuntimeError:
@@ -143,7 +149,7 @@ class Mailbox:
                 stream.wake()
 
     def fail(self, error: BaseException, key: str | None) -> None:
-        """End one stream with an error, or all of them if key is None."""
+        """End one stream with an error, or all streams if key is None."""
         for own, stream in list(self.streams.items()):
             if key in (None, own):
                 stream.fail(error)
@@ -181,7 +187,7 @@ class Mailboxes:
         return found
 
     def post(self, deltas: list[OutputDelta]) -> list[tuple[str, int | None]]:
-        """Deliver the deltas of a step. Return the requests to abort because their loop was closed."""
+        """Deliver the deltas of a step. Return the requests whose event loop was closed, for the engine to abort."""
         left: list[tuple[str, int | None]] = []
         if deltas:
             for box in self._boxes:

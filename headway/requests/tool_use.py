@@ -18,7 +18,7 @@ from headway.core.system.text import shown
 
 Choice = Literal["none", "auto", "required"]
 NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Parameters of a tool that declares none: its calls have the arguments {}."""
+"""Parameter schema for a tool that declares no parameters. Calls of such a tool have the arguments {}."""
 _CHOICES = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'
 
 
@@ -29,7 +29,7 @@ class ToolUse:
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools that may be called: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
 
-    The parameters of each are the JSON schema of an object.
+    Each tool's parameters are the JSON schema of an object.
     """
     choice: Choice = "none"
     parallel: bool = True
@@ -78,7 +78,8 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_function(function: Mapping[str, Any], place: str, parameters: str = "parameters") -> None:
-    """Check a function's fields. place: its path. parameters: that field's name. :raises ConfigError: if one is invalid."""
+    """Check a function's fields. place: path of the function. parameters: name of the field for parameters. :raises ConfigError:
+    if a field is invalid."""
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= 256 or any(sign.isspace() or sign in "\"'<>{}" for sign in name):
         raise ConfigError(f"{place}.name", "a name without blanks, quotes and brackets", shown(name, 80))
@@ -95,7 +96,8 @@ def check_function(function: Mapping[str, Any], place: str, parameters: str = "p
 
 
 def with_parameters(tool: Any) -> Any:
-    """Return a tool with an object schema as its parameters ({} and null accept no arguments). Other values are unchanged."""
+    """Return a tool whose parameters are an object schema; {} and null become a schema without properties. Invalid tools are
+    returned unchanged."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     schema = function.get("parameters") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(schema or {}, Mapping):
@@ -104,7 +106,7 @@ def with_parameters(tool: Any) -> Any:
 
 
 def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:
-    """Return whether calls are allowed or required, and the names of the only allowed tools; None means all tools."""
+    """Return the choice (none, auto or required) and the names of the allowed tools; None means all tools."""
     if given is None:
         return ("auto" if any_tools else "none"), None
     if given in ("none", "auto", "required"):
@@ -127,7 +129,7 @@ def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:
 
 
 def _name_in(choice: Any, place: str) -> str:
-    """Return the name of the function that a tool choice names. place: path of the choice in its request."""
+    """Return the name of the function that a tool choice names. place: path of the choice in the request."""
     if isinstance(choice, Mapping) and choice.get("type", "function") != "function":
         raise ConfigError(f"{place}.type", "function", shown(choice["type"], 80))
     for name in ("function", "name"):
@@ -165,8 +167,11 @@ class ToolForms:
         return next(info for info in BUILTIN if info.reads == "calls" and HERMES in info.syntaxes)
 
     def form(self, given: StructuredOutputsParams | None, use: ToolUse, prompt: str) -> StructuredOutputsParams | None:
-        """Return the structured output of an answer. given: the request's own, for answers that are not calls. prompt: rendered.
-        :raises ConfigError: if a structured output is combined with a required tool call."""
+        """Return the structured output of an answer. given: structured output that the request asks for, which applies to answers
+        that are not calls. prompt: rendered prompt.
+
+        :raises ConfigError: if a structured output is combined with a required tool call.
+        """
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
@@ -212,7 +217,8 @@ class ToolForms:
         return resolved
 
     def _after_reasoning(self, form: Any, prompt: str, answer: bool) -> Any:
-        """Return a grammar that begins after the reasoning, if the model may reason. answer: True unless it is for a call."""
+        """Return a grammar that begins after the reasoning, if the model may reason. answer: True unless the grammar is for a
+        call."""
         marks = self._reasoning
         if marks is None:
             return form
@@ -293,7 +299,7 @@ class ToolForms:
 
 
 def _takes_nothing(schema: Mapping[str, Any]) -> bool:
-    """Return whether a tool's calls can only have the arguments {}: no properties, and no others allowed."""
+    """Return whether a tool's calls can only have the arguments {}: its schema has no properties and allows no others."""
     return schema.keys() <= _OF_NOTHING and schema.get("properties") == {} and not any(map(schema.get, _MORE))
 
 

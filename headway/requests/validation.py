@@ -54,7 +54,8 @@ def default_params(folder: Path, model: str = "") -> SamplingParams:
 
 
 def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParams:
-    """Return parameters with bad words as token ids. tokenizer: None if not loaded. :raises ConfigError: if it is needed."""
+    """Return parameters with bad words as token ids. tokenizer: None if no tokenizer is loaded. :raises ConfigError: if a
+    parameter needs a tokenizer that is not loaded."""
     if tokenizer is None:
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
@@ -69,7 +70,8 @@ def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParam
 
 
 def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Return the token ids of a word at the start of a text and, if only the first token differs, after a space."""
+    """Return the token ids of a word at the start of a text. If only the first token differs after a space, return the token ids
+    after a space as well."""
     plain, spaced = (tuple(tokenizer(before + text.lstrip(), add_special_tokens=False)["input_ids"]) for before in ("", " "))
     if not plain:
         raise ConfigError("bad_words", "texts that the tokenizer knows", repr(text))
@@ -80,7 +82,7 @@ def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
 def params_of_each(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts. :raises ConfigError: if their number or a type is wrong."""
+    """Return the parameters of each of `count` prompts. :raises ConfigError: if the number of parameters or a type is wrong."""
     listed = _of_each("sampling_params", default if given is None else given, count)
     wrong = [type(each).__name__ for each in listed if not isinstance(each, SamplingParams)]
     if wrong:
@@ -89,7 +91,8 @@ def params_of_each(
 
 
 def _of_each(name: str, given: Any, count: int) -> list[Any]:
-    """Return `count` values, given one value for all prompts or one per prompt. :raises ConfigError: if their number is wrong."""
+    """Return `count` values, given one value for all prompts or one per prompt. :raises ConfigError: if the number of values is
+    wrong."""
     listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(listed) != count:
         raise ConfigError(name, f"one, or one for each of the {count} prompts", len(listed))
@@ -117,7 +120,8 @@ class RequestRules(NamedTuple):
 
 
 def processor_class(given: object) -> type[Any]:
-    """Return the class of an item of `logits_processors`, a class or MODULE:CLASS. :raises ConfigError: if it is invalid."""
+    """Return the class that an item of `logits_processors` specifies. given: the class, or its name as MODULE:CLASS. :raises
+    ConfigError: if the item is invalid."""
     found = given
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -169,7 +173,8 @@ class Infill:
         """Ids of the tokens that never occur in the generated middle and therefore end it."""
 
     def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
-        """Return the prompt for a gap. encode: text to token ids without special tokens. :raises PromptError: if not Unicode."""
+        """Return the prompt for a gap. encode: function from a text to token ids without special tokens. :raises PromptError: if
+        a text is not valid Unicode."""
         prefix_id, suffix_id, middle_id = self._ids
         around = list(
             self._tokenizer("")["input_ids"]
@@ -211,8 +216,11 @@ class RequestValidator:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> list[CheckedRequest]:
-        """Parse, tokenize and check all prompts of a call (`LLM.generate`). streamed: outputs are returned as they grow.
-        :raises PromptError: if a prompt is empty or too long. :raises ConfigError: if a parameter, priority or adapter is bad."""
+        """Parse, tokenize and check all prompts of a call (`LLM.generate`). streamed: True if outputs are returned as they grow.
+
+        :raises PromptError: if a prompt is empty or too long.
+        :raises ConfigError: if a parameter, priority or adapter is invalid.
+        """
         parsed = parse_prompts(prompts)
         params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _of_each("priority", 0 if priority is None else priority, len(parsed))
@@ -224,16 +232,19 @@ class RequestValidator:
         ]
 
     def chat_prompt(self, messages: str | Sequence[Message], *, split_special_tokens: bool = False, **options: Any) -> Prompt:
-        """Return a rendered conversation; see `chat_template.chat_prompt`. split_special_tokens: control token names are text."""
+        """Return a rendered conversation; see `chat_template.chat_prompt`. split_special_tokens: encode names of control tokens
+        as text."""
         control_tokens = self.control_tokens if split_special_tokens else None
         return chat_prompt(self.tokenizer, self.model.name, messages, control_tokens=control_tokens, **options)
 
     def text_prompt(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """Return a text as {"prompt", "prompt_token_ids"}; control token names stay text. :raises ConfigError: if unsupported."""
+        """Return a text as {"prompt", "prompt_token_ids"}, with names of control tokens encoded as text. :raises ConfigError: if
+        the tokenizer does not support this encoding."""
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
 
     def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
-        """Return the prompt for a gap. split_special_tokens: control names are text. :raises ConfigError: if unsupported."""
+        """Return the prompt for a gap. split_special_tokens: encode names of control tokens as text. :raises ConfigError: if the
+        tokenizer does not support fill-in-the-middle prompts or this encoding."""
 
         def encode(text: str) -> list[int]:
             if split_special_tokens:
@@ -249,7 +260,7 @@ class RequestValidator:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """Encoder for texts with control token names, created at its first use."""
+        """Encoder that treats names of control tokens as text, created at its first use."""
         return ControlTokens(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
@@ -271,7 +282,8 @@ class RequestValidator:
     def _checked(
         self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int, adapter: LoRARequest | None
     ) -> CheckedRequest:
-        """Return a request for one prompt of a call, tokenized and checked. params: resolved."""
+        """Return a request for one prompt of a call, tokenized and checked. number: index of the prompt. params: parameters from
+        `resolve`."""
         try:
             ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
             most = self.limits.most_prompt_tokens(params)
@@ -303,7 +315,8 @@ class RequestName(NamedTuple):
     request_id: str
     """The caller's id, which may be reused as soon as the request has ended."""
     key: str
-    """The engine's name, never reused, so that late tokens of an abandoned request do not reach a new request with its id."""
+    """The engine's name, never reused, so that late tokens of an abandoned request do not reach a new request with the same
+    id."""
 
 
 class RequestNames:

@@ -1,10 +1,10 @@
-"""One-shot all-reduce: in one launch, each rank writes its tensor to all other ranks, waits for theirs, and sums them.
+"""One-shot all-reduce: in one launch, each rank writes its tensor to all other ranks, waits for their tensors, and sums them.
 
 Each rank has three buffers, used in rotation, with room for every other rank's tensor; the other ranks write into them. An
-element that has not arrived holds a reserved bit pattern, so the data itself is the flag, and neither a separate flag nor a fence
-is needed (Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank resets the previous call's buffer to
-that pattern. Other ranks write into that buffer two calls later, and can do so only after they have received this rank's data
-of the next call, which it sends after the reset.
+element that has not arrived holds a reserved bit pattern, so the data itself is the flag. Neither a separate flag nor a fence is
+needed (Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank resets the previous call's buffer to the
+reserved pattern. Other ranks write into that buffer two calls later. They can do so only after they have received this rank's
+data of the next call, which this rank sends after the reset.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def sum_over_ranks(
     ONTO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All-reduce in float32, in the order of ranks, rounded once. Grid (cdiv(words * EACH, BLOCK)); all programs must run at
-    once.
-    """
+    """Sum the ranks' tensors in float32, in rank order, and round once. Grid (cdiv(words * EACH, BLOCK)); all programs must run
+    at once."""
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
     # The multiplication shows the compiler that the mask never splits a word, so that it copies whole words. tl.multiple_of on an
@@ -111,7 +110,7 @@ NOTHING: Final = 0x8000
 """Value that marks 16 bits of shared memory as not yet written."""
 _BLOCK_BYTES: Final = 4096
 _WORD: Final = 16
-"""Bytes per load and store. A tensor's size in bytes must be a multiple of this."""
+"""Bytes per load and store. The size of a tensor, in bytes, must be a multiple of this number."""
 _WIDE: Final = (tl.int32, -0x7FFF8000, -0x7FFF7FFF)  # sends one tiny (denormal) number instead of another
 _NARROW: Final = (tl.int16, -0x8000, 0)  # sends 0 instead of -0
 _BITS: Final = {torch.float32: _WIDE, torch.bfloat16: _NARROW, torch.float16: _NARROW}
@@ -177,7 +176,7 @@ class OneShotAllReduce(AllReduceKernel):
         self._side = side
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether a tensor is supported: contiguous, not empty, and a multiple of 16 bytes."""
+        """Return whether a tensor is supported: contiguous, not empty, and with a size that is a multiple of 16 bytes."""
         return super().takes(x) and x.nbytes > 0 and x.nbytes % _WORD == 0 and x.is_contiguous()
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """GPU memory that all ranks can read and write, shared between processes through CUDA IPC handles.
 
-The driver is called through ctypes: the signatures of these functions have not changed since CUDA 4. torch's symmetric memory
-numbers its exchanges per process, so a process that starts its second engine would not find the ranks of new processes.
+The driver is called through ctypes, since the signatures of these functions have not changed since CUDA 4. torch's symmetric
+memory is not used because it numbers its exchanges per process: a process that starts its second engine would not find the ranks
+of new processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """GPU memory that all ranks share, mapped at this rank's addresses. It is freed with the object."""
+    """GPU memory that all ranks share, mapped at addresses of this rank. The memory is freed when the object is deleted."""
 
     def __init__(self, group: RankGroup, num_bytes: int, word: int) -> None:
         """Allocate `num_bytes` on every rank. All ranks must call this, each with a different GPU.

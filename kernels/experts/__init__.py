@@ -1,1 +1,1 @@
-"""Mixture of experts (MoE): routing, grouped GEMM kernels, and the choice between them."""
+"""Mixture of experts (MoE): routing, grouped GEMM kernels, and kernel selection."""

@@ -1,4 +1,5 @@
-"""MoE layers bound to kernels: the candidates for each kind of layer, and the kernel for each number of tokens."""
+"""MoE layers bound to kernels: the candidate kernels for each kind of layer, and the selected kernel for each number of
+tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class ExpertsOptions:
     able: Callable[[str], Sequence[type[ExpertsKernel]]] = builtin_classes
     """Maps a device type to the kernel classes available on it, in order of preference. Called when an MoE layer is loaded."""
     requested: str = AUTO
-    """Name of the kernel that the user requested. auto: the fastest measured kernel, or a rule's choice without times."""
+    """Name of the kernel that the user requested. auto selects the kernel with the least measured time or, without measured
+    times, by a rule."""
     refusals: dict[ExpertsSpec, Support] = field(default_factory=dict)
     """Kinds of layers that the requested kernel does not support, each with the reason."""
     specs: Counter[ExpertsSpec] = field(default_factory=Counter)
@@ -52,7 +54,7 @@ class ExpertsOptions:
     def check(self) -> None:
         """Check that the requested kernel, if any, supports a layer of the model.
 
-        :raises UnsupportedError: if it does not support any layer.
+        :raises UnsupportedError: if the requested kernel supports none of the layers.
         """
         if self.requested == AUTO or len(self.specs) > len(self.refusals):
             return
@@ -77,9 +79,8 @@ class Experts(Protocol):
 
 
 Make = Callable[[type[ExpertsKernel], ExpertsSpec, dict[Any, Any]], ExpertsKernel | None]
-"""Factory of a kernel, given the objects that kernels of one kind of layers share. Returns None if the kernel is not used
-for the spec.
-"""
+"""Factory of a kernel. Its arguments include objects that kernels of one kind of layer share. Returns None if the kernel is not
+used for the spec."""
 
 
 Call = Callable[[Tensor, Tensor], None]
@@ -87,7 +88,7 @@ Call = Callable[[Tensor, Tensor], None]
 
 
 class ExpertsLayers:
-    """Factory for the MoE layers of one model. Layers of one spec share kernels and the choice between them."""
+    """Factory for the MoE layers of one model. Layers with equal specs share their kernels and the selection among them."""
 
     def __init__(self, options: ExpertsOptions, front: Callable[[ExpertsConfig], Front], make: Make) -> None:
         """Prepare the factory. front: returns a factory of a layer's norm and router, given the layer's configuration."""
@@ -106,7 +107,7 @@ class ExpertsLayers:
         return self.kind(spec).bind(weights, norm)
 
     def kind(self, spec: ExpertsSpec) -> ExpertsKind:
-        """Return the `ExpertsKind` of a spec, with its candidate kernels. It is made at the first call."""
+        """Return the `ExpertsKind` of a spec, with its candidate kernels. The first call makes it."""
         if spec not in self._kinds:
             self._kinds[spec] = self._kind(spec)
         return self._kinds[spec]
@@ -230,7 +231,8 @@ class ExpertsKind:
         return [each for each in self.kernels.values() if each.runs(num_tokens)]
 
     def kernel_for(self, num_tokens: int) -> ExpertsKernel:
-        """Return the kernel for a number of tokens: the requested one, the fastest, or the one selected by a rule."""
+        """Return the kernel for a number of tokens: the requested kernel, the fastest measured kernel, or the kernel that a rule
+        selects."""
         if num_tokens not in self._chosen:
             able = {each.name: each for each in self.serving(num_tokens)}
             name = self.requested if self.requested in able else None
@@ -267,9 +269,8 @@ class ExpertsKind:
             layer.rebind()
 
     def prepare(self) -> int:
-        """Prepare all layers' weights for the selected kernels. Return the size in bytes of what Headway's kernels need besides
-        the weights.
-        """
+        """Prepare all layers' weights for the selected kernels. Return the size, in bytes, of the memory that Headway's kernels
+        need in addition to the weights."""
         serving = dict.fromkeys(map(self.kernel_for, TOKEN_COUNTS))
         if self.device.type == "cpu" and all(is_own(type(each)) for each in serving):
             self.kernels = {each.name: each for each in serving}  # avoids storing a layer's weights twice
@@ -325,7 +326,8 @@ class BoundExperts:
         self._calls: dict[int, Call] = {}
 
     def settle(self, serving: Iterable[ExpertsKernel]) -> None:
-        """Prepare the weights for the selected kernels. A CPU kernel selected last has its own copy; the original is freed."""
+        """Prepare the weights for the selected kernels. On a CPU, free the original weights if only one kernel remains, because
+        this kernel has its own copy."""
         for kernel in serving:
             self.prepared(kernel)
         if not self.kind.chooses and self.kind.device.type == "cpu":

@@ -1,4 +1,5 @@
-"""Registrations of Headway's MoE kernels and variants, and the rule that selects one without measurements. Imports no Triton."""
+"""Registrations of Headway's MoE kernels and variants, and the rule that selects a kernel without measurements. Imports no
+Triton."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from headway.core.contract.experts import ExpertsConfig, ExpertsKernel, ExpertsK
 from headway.core.select.costs import CountAxis
 
 TOKEN_COUNTS = tuple(2**n for n in range(14))
-"""Numbers of tokens to measure. Any other number uses the choice for the nearest one, by ratio."""
+"""Numbers of tokens to measure. For any other number, the choice for the measured number with the closest ratio is used."""
 TOKENS = CountAxis("tokens", TOKEN_COUNTS, nearest=True)
 
 
 def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
-    """Return name prefixes of the kernels to use without measurements, best first, by the average number of pairs per expert.
+    """Return name prefixes of the kernels to use without measurements, best first. They depend on the average number of pairs per
+    expert.
 
     The caller uses the first prefix that matches a kernel for this number of tokens.
     """
@@ -38,13 +40,15 @@ class ExpertTiling:
 
     block_m: int
     block_n: int
-    """Outputs per tile of the down projection. Above 64 rows, the gate/up projection, which computes two tiles, uses half."""
+    """Output features per tile. If block_m is larger than 64, a tile of the gate/up projection has half as many, because it needs
+    two sums."""
     block_k: int
     warps: int
     stages: int
     swapped: bool = False
     whole: bool = False
-    """True if each expert's tile contains all tokens, at most block_m, so that pairs need no sorting."""
+    """True if each expert has one tile that covers all tokens of a step, so that pairs need no sorting. The step then has at most
+    block_m tokens."""
     group_m: int = 8
 
     @property
@@ -95,12 +99,13 @@ INVARIANT, QUANTIZED_INVARIANT = ExpertTiling(64, 128, 64, 4, 4), _swapped(64, 6
 ROW_WARPS = {"triton.rows": 1, "triton.rows.4warps": 4}
 """Name of each GEMV kernel over quantized weights -> warps per program. The first kernel also supports dense weights."""
 EXPANDED = ("triton.tiles128x128x64", "triton.tiles128x256x64", "torch.grouped_mm")
-"""Names of the kernels over dense weights that can also run after quantized weights are dequantized."""
+"""Names of kernels over dense weights that can also run on quantized weights after these have been dequantized."""
 SKINNY_TILE_ROWS, GROUPED_TILE_ROWS = (8, 16), (8, 16, 32, 64)
-"""Maximum rows per tile of one expert. Larger tiles read a weight fewer times, but leave less room for the ring."""
+"""Maximum rows of one expert per tile, for each variant of the skinny and of the grouped GEMM in CUDA C++. With larger tiles, a
+weight is read fewer times, but the ring has less shared memory."""
 
 _GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-"""Device types of GPU kernels. Triton's interpreter runs them on any device."""
+"""Device types of GPU kernels. Empty means any device, because Triton's interpreter runs the kernels on any device."""
 _TRITON, _CUDA = "headway[triton]", "headway[cuda]"
 
 
@@ -131,19 +136,22 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
 
 
 def _load(place: str, arguments: tuple[object, ...]) -> Any:
-    """Return a class, or the result of a function that makes one. place: module below this folder, a colon, and the name."""
+    """Return a class, or the result of a function that makes a class. place: module below this folder, a colon, and the name of
+    the class or function."""
     found = resolve_name(f"headway.kernels.experts.{place}")
     return found(*arguments) if arguments else found
 
 
 @cache
 def builtin_classes(device_type: str) -> list[type[ExpertsKernel]]:
-    """Return the classes of Headway's kernels that a device type has, for a model that is loaded without a registry."""
+    """Return the classes of Headway's kernels that are available on a type of device, for a model that is loaded without a
+    registry."""
     found = [info.load() for info in builtin_kernels() if device_type in (info.devices or (device_type,))]
     return [each for each in found if each.available()]
 
 
 def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
-    """Return the maximum number of tiles with at most block_m rows of one expert each, however pairs are distributed."""
+    """Return the maximum number of tiles, over all distributions of pairs to experts. Each tile has up to block_m rows of one
+    expert."""
     touched = min(num_pairs, num_all)
     return (num_pairs + touched * (block_m - 1)) // block_m

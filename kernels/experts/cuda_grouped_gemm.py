@@ -1,7 +1,7 @@
 """Grouped GEMM in CUDA C++ (expert_lots.cu) over tiles of one expert's rows, for quantized weights on Hopper (wgmma).
 
-The kernels are named cuda.lots8 to cuda.lots64. Warps split the weight's rows and share the tile's rows of x, so that a tile can
-have more rows than in cuda_rows.py.
+The kernels are named cuda.lots8 to cuda.lots64. The rows of the weight are distributed over the warps, and all warps use the same
+rows of x. Therefore, a tile can have more rows than in cuda_rows.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headway.kernels.runtime.nvrtc.store import load
 MOST_TOKENS = 256
 """Maximum number of tokens per step."""
 _MULTIPROCESSOR_BYTES, _KEPT_BYTES = 228 * 1024, 5 * 1024
-"""Shared memory of an SM, and the part that a thread block uses besides its ring, in bytes."""
+"""Shared memory of an SM, in bytes, and the number of bytes that a thread block uses in addition to its ring."""
 _MOST_STAGES = 12
 """Maximum number of ring stages. In every format, these are enough to hide the memory latency."""
 _STEP_COLUMNS = 128
@@ -44,10 +44,10 @@ _STEP_COLUMNS = 128
 def expert_grouped_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTiling:
     """Return the tiling of a GEMM: thread blocks of 128 weight rows, or of 64 if 128 would pad more than a tenth.
 
-    Larger thread blocks copy x fewer times. Two thread blocks of eight warps, or four of four, keep the most warps busy to the
-    end. For 16 tokens of gpt-oss-20b, an H100 took 252 us with three thread blocks of four warps with two parts each, and 224 us
-    with two of eight. Above 16 rows, a warp has two parts of 16 rows, for which it reads x once, and an SM runs as many thread
-    blocks as registers allow.
+    Larger thread blocks copy x fewer times. Per SM, two thread blocks of eight warps, or four thread blocks of four warps, keep
+    the most warps busy to the end. For 16 tokens of gpt-oss-20b, an H100 took 252 us with three thread blocks of four warps and
+    two row groups per warp. With two thread blocks of eight warps, it took 224 us. Above 16 rows, each warp has two groups of 16
+    weight rows, for which it reads x once. An SM then runs as many thread blocks as registers allow.
     """
     if product.rows_per_tile <= 16:
         eight = product.weight.half or product.rows_per_tile == 16
@@ -65,7 +65,7 @@ class GroupedVariant:
 
     of: ExpertVariant
     following: WeightBytes | None
-    """The second GEMM's weight, for which the first one lays out its output. None if this is the second GEMM."""
+    """Weight of the second GEMM, which determines the layout of the first GEMM's output. None if this is the second GEMM."""
 
     @property
     def outputs(self) -> int:
@@ -75,7 +75,8 @@ class GroupedVariant:
 
     @property
     def groups(self) -> int:
-        """Number of groups per slice whose scales are copied. 0 if scales are per row or per block: those are not copied."""
+        """Number of groups per slice whose scales are copied. 0 if scales are per row or per block, because such scales are not
+        copied."""
         weight = self.of.each.weight
         return 0 if weight.scale_rows > 1 or weight.scale_span >= weight.row else max(1, SLICE_BYTES // weight.scale_span)
 
@@ -160,7 +161,7 @@ def grouped_variant(
 
 
 _ARRANGING = 256
-"""Threads of a thread block that permutes a row, or that adds up slots for 4 columns per thread."""
+"""Number of threads per thread block of the extra kernels, which permute a row or add up the slots with 4 columns per thread."""
 _MOST_SLOTS = 24
 """Maximum number of slots per token for which arrange_lots's counters fit 48 KiB of shared memory."""
 
@@ -201,8 +202,8 @@ class CudaGroupedGemm(CudaExperts):
     """Grouped GEMM over tiles of one expert's rows, with inputs permuted first: five launches per layer, up to MOST_TOKENS
     tokens.
 
-    Experts' outputs are added in the order of a token's slots, in float32. A token's result has the same bits in every run,
-    whatever the other tokens are. Not thread-safe.
+    The outputs of a token's experts are added in the order of the token's slots, in float32. A token's result has the same bits
+    in every run, whatever the other tokens are. Not thread-safe.
     """
 
     capabilities = replace(CudaExperts.capabilities, max_tokens=MOST_TOKENS)

@@ -1,6 +1,7 @@
 """MoE kernels in CUDA C++ (expert_rows.cu) for few tokens and quantized weights: compilation and launches of the skinny GEMMs.
 
-A decode step takes the time of reading the selected experts' weights. A weight is read once if its expert's tokens fit one tile.
+Reading the selected experts' weights takes most of the time of a decode step. A weight is read once if its expert's tokens fit
+one tile.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MOST_TOKENS = 64
 _SWISH = 6
 """Value of ACTIVATION in product.cuh for x * sigmoid(ALPHA x)."""
 _WARPS = 8, 12, 6, 10, 4, 2
-"""Numbers of warps that may split a sum over K, preferred first. The first one that has slices for nearly all warps is used."""
+"""Numbers of warps that may split a sum over K, in order of preference. The first number for which nearly all warps have slices
+is used."""
 _ROOM = 220 * 1024
 """Maximum shared memory of a thread block, in bytes."""
 
@@ -46,22 +48,23 @@ class ExpertProduct:
     out_features: int
     """Output features of one expert, after the activation."""
     first: bool
-    """True for the gate/up projection, whose rows are tokens. False for the down projection, whose rows are pairs that are
-    summed.
-    """
+    """True for the gate/up projection, whose rows are tokens. False for the down projection. Its rows are pairs, whose results
+    are summed per token."""
     gated: bool
     rows_per_tile: int
     """Maximum rows of one expert per tile."""
 
 
 ExpertTilingRule = Callable[[ExpertProduct, int], CudaTiling]
-"""(product, number of SMs) -> tiling"""
+"""(GEMM, number of SMs) -> tiling."""
 
 
 def expert_rows_tiling(product: ExpertProduct, multiprocessors: int) -> CudaTiling:
-    """Return the tiling of a GEMM: as many warps along K as have slices to compute, and the deepest rings that fit.
+    """Return the tiling of a GEMM: the preferred number of warps along K, or a number that divides the slices more evenly, and
+    the deepest rings that fit.
 
-    The preferred values were measured on an H100 with Qwen3-30B-A3B in block FP8 and gpt-oss-20b in MXFP4: docs/notes/kernels.md.
+    The preferred values were measured on an H100 with Qwen3-30B-A3B in block FP8 and gpt-oss-20b in MXFP4; see
+    docs/notes/kernels.md.
     """
     weight, rows_per_tile, out_features = product.weight, product.rows_per_tile, product.out_features
     slices = -(-weight.row // SLICE_BYTES)
@@ -271,7 +274,8 @@ class CudaRows(CudaExperts):
         self._made = cache(lambda variant: _Launcher(variant, spec.device, self._multiprocessors))
 
     def runs(self, num_tokens: int) -> bool:
-        """Return whether the tile size suits this number of tokens. Tokens that cannot fill this tile use a smaller one."""
+        """Return whether the tile size suits this number of tokens. If there are too few tokens to fill the tile, a kernel with
+        smaller tiles is used."""
         return num_tokens <= MOST_TOKENS and (self.rows_per_tile == SKINNY_TILE_ROWS[0] or num_tokens > self.rows_per_tile // 2)
 
     def add(self, routed: Routed, weights: ExpertsWeights, out: Tensor) -> None:

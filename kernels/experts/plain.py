@@ -44,12 +44,11 @@ class RoutedKernel(ExpertsKernel):
 
     graph_level = GraphLevel.ANY
     sorts: ClassVar[bool] = True
-    """True if the kernel sorts pairs by expert. The router then counts the pairs of each expert in large steps."""
+    """True if the kernel sorts pairs by expert. In steps with many tokens, the router then counts the pairs of each expert."""
 
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
-        """Prepare the kernel. shared: objects shared by the kernels of one kind of layers, by any key. None means that nothing
-        is shared.
-        """
+        """Prepare the kernel. shared: objects that kernels for one kind of layer share, with arbitrary keys. None means that
+        nothing is shared."""
         super().__init__(spec)
         self.shared = {} if shared is None else shared
 
@@ -61,12 +60,13 @@ class RoutedKernel(ExpertsKernel):
         self.add(Routed(x, experts, scores), weights, out)
 
     def extra_bytes(self, weights: ExpertsWeights) -> int:
-        """Return the bytes of memory that a layer needs besides its weights. Kernels that share it return the same number."""
+        """Return the number of bytes that a layer needs in addition to its weights. Kernels that share this memory return the
+        same number."""
         return 0
 
 
 TINY = 1e-20
-"""Term added to the sum by which weights are divided, in case all sigmoids are 0 (as in DeepSeek-V3)."""
+"""Term added to the sum of a token's weights before they are divided by it, in case all sigmoids are 0 (as in DeepSeek-V3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """Pairs (token, slot) in a stable sort by expert, so an expert's tokens keep their order. Pair p is slot p % num_slots of
-    token p // num_slots.
-    """
+    """Pairs (token, slot) in a stable sort by expert, so that each expert's tokens stay in order. Pair p is slot p % num_slots of
+    token p // num_slots."""
 
     pairs: Tensor
     """int32 [num_pairs]: pair at each position of the sorted order."""
@@ -143,7 +142,8 @@ Matrix = Callable[[Tensor], Tensor]
 
 
 class TorchExperts(ExpertsKernel):
-    """Experts one after another, each with two GEMMs over the tokens that selected it, for CPUs and as the reference in trials.
+    """Experts computed sequentially, each with two GEMMs over the tokens that selected it, for CPUs and as the reference in
+    trials.
 
     The host reads the number of tokens of each expert. This costs nothing on a CPU, but would prevent CUDA graphs on a GPU.
     """
@@ -160,13 +160,15 @@ class TorchExperts(ExpertsKernel):
     )
 
     def __init__(self, spec: ExpertsSpec, product: Product | None = None, gate: Matrix = silu) -> None:
-        """Prepare the kernel. product: computes a linear layer (None: `Linear` does). gate: computes the SiLU of a matrix."""
+        """Prepare the kernel. product: computes a linear layer; None means that the `Linear` does. gate: computes the SiLU of a
+        matrix."""
         super().__init__(spec)
         self._product = product or _multiplied
         self._gate = gate
 
     def prepare(self, weights: ExpertsWeights) -> tuple[dict[int, Linear], dict[int, Linear]]:
-        """Return the gate/up and the down projections of the experts on this rank, by the expert's index."""
+        """Return the gate/up projections and the down projections of the experts on this rank, keyed by the index of the
+        expert."""
         config, dtype = self.spec.config, self.spec.dtype
         held = [*(config.held or range(config.num_experts)), *range(config.num_experts, config.num_all)]
         both = (weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)
@@ -203,8 +205,7 @@ def _multiplied(x: Tensor, linear: Linear) -> Tensor:
 
 def front_of(norm_rows: Callable[[Tensor, Any], Tensor], product: Product, config: ExpertsConfig) -> Front:
     """Return a factory for norms and routers that uses a model's operations. norm_rows: computes a norm. product: computes the
-    router.
-    """
+    router's linear layer."""
 
     def front(weights: RoutedWeights, norm: Any) -> RouteTokens:
         bias, correction = weights.router_bias, weights.correction_bias
@@ -221,7 +222,8 @@ def front_of(norm_rows: Callable[[Tensor, Any], Tensor], product: Product, confi
 
 
 def activate(gate_up: Tensor, config: ExpertsConfig, gate: Matrix = silu) -> Tensor:
-    """Activate the first GEMM's output [rows, up_size]. Return the experts' hidden rows [rows, intermediate_size]."""
+    """Apply the activation to the first GEMM's output [rows, up_size]. Return the experts' hidden rows [rows,
+    intermediate_size]."""
     if not config.gated:
         return relu(gate_up).square()
     low, high = gate_up.chunk(2, dim=1)

@@ -33,7 +33,7 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
            SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
            TOP_GROUPS: tl.constexpr, GROUP_SCORE: tl.constexpr, CORRECTION: tl.constexpr,
            SHARED_GATE: tl.constexpr):  # fmt: skip
-    """Fill the slots of tokens [T] from their logits. Ties go to the lower expert id. `live` marks the tokens that exist.
+    """Fill the slots of tokens [T] from their logits. Ties go to the lower expert id. `live` is the mask of valid tokens.
 
     Returns [T, BLOCK_E]: True for the selected experts.
     """
@@ -90,7 +90,8 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
 @triton.jit
 def _of_best_groups(ranked, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, TOP_GROUPS: tl.constexpr,
                     GROUP_SCORE: tl.constexpr):  # fmt: skip
-    """Return ranked [T, E] with minus infinity outside the best groups, ranked by the sum of their GROUP_SCORE best scores."""
+    """Return ranked [T, E] with minus infinity for experts outside the best groups. Groups are ranked by the sum of their
+    GROUP_SCORE best scores."""
     g = tl.arange(0, BLOCK_G)[None, :]
     totals = tl.where(g < GROUPS, 0.0, -float("inf")) + tl.zeros_like(tl.max(ranked, 1))[:, None]
     for group in tl.static_range(GROUPS):
@@ -232,10 +233,11 @@ def route_tiles(
     SHARED_GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Route many tokens: a program computes BLOCK_L logits of BLOCK_T tokens (GEMM); a tile's last program selects their experts.
+    """Route many tokens: a program computes BLOCK_L logits of BLOCK_T tokens (GEMM); a tile's last program selects the tokens'
+    experts.
 
-    The norm's factor multiplies the sums. Programs beyond LOGIT_TILES write the normed rows for the experts, BLOCK_R rows each.
-    Grid (LOGIT_TILES + BLOCK_T / BLOCK_R, cdiv(num_tokens, BLOCK_T)).
+    The sums are multiplied by the norm's factor. Programs beyond LOGIT_TILES write the normed rows for the experts, BLOCK_R rows
+    each. Grid (LOGIT_TILES + BLOCK_T / BLOCK_R, cdiv(num_tokens, BLOCK_T)).
     """
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     if PDL:
@@ -375,7 +377,8 @@ DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl
 _ROW_LOGITS = 4
 """Logits per program of route_rows: few, so that many programs read the router."""
 _FEW = 64
-"""Maximum number of tokens for route_rows. Up to it, reading the router once per token is faster than routing tiles of tokens."""
+"""Maximum number of tokens for route_rows. For this many tokens or fewer, reading the router once per token is faster than
+routing tiles of tokens."""
 _ORDERED = 16
 """Number of pairs or experts per program of order_few_pairs."""
 _SCORES = 16384
@@ -395,7 +398,7 @@ class Router:
     """Norm, router GEMM and top-k in one launch, without synchronising."""
 
     def __init__(self, config: ExpertsConfig, device: torch.device, batch_invariant: bool = False) -> None:
-        """Prepare the router. batch_invariant: use one tile size for any number of tokens."""
+        """Prepare the router. batch_invariant: True to use one tile size for any number of tokens."""
         self._config = config
         self._device = device
         self._one_size = batch_invariant
@@ -466,7 +469,8 @@ class Router:
     def _arguments(
         self, x: Tensor, norm: Norm, weights: RoutedWeights, block_t: int, counted: bool
     ) -> tuple[dict[str, Tensor | float], Routed]:
-        """Return the arguments of both kernels, in their order, and the tensors among them that are the result."""
+        """Return the arguments that both kernels have, in the order of the parameters, and the result, which consists of some of
+        these tensors."""
         config, num_tokens = self._config, len(x)
         logits = torch.empty((num_tokens, config.num_logits), dtype=torch.float32, device=self._device)
         experts = torch.empty((num_tokens, config.num_slots), dtype=torch.int32, device=self._device)

@@ -1,10 +1,10 @@
-"""Triton GEMV kernels for experts of few tokens. Each pair of token and expert is computed separately; its weights are streamed
-through registers.
+"""Triton GEMV kernels for MoE layers with few tokens. Each pair of token and expert is computed separately, and the expert's
+weights are streamed through registers.
 
-A decode step takes the time of reading the selected experts' weights. Nothing is sorted: two tokens that selected the same expert
-read it twice, the second time mostly from the L2 cache. There is no split-K across programs, so every run gives the same bits.
-Quantized weights are read in slices of 16 bytes, which a thread loads at once and which share a scale. The thread multiplies and
-adds a slice's values in float32, and multiplies the sum by the scale.
+Reading the selected experts' weights takes most of the time of a decode step. Nothing is sorted. If two tokens selected the same
+expert, its weights are read twice, the second time mostly from the L2 cache. Sums are not split across programs (split-K), so
+every run gives the same bits. Quantized weights are read in slices of 16 bytes, which a thread loads at once and which have a
+common scale. The thread adds up the products of a slice's values and x in float32, and multiplies the sum by the scale.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def down_rows(
 ):
     """y += the weighted sum of W_e x + bias over a token's slots (GEMV). Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
 
-    The experts were selected two kernels earlier, and the kernel in between waited for the selection before it let this one
-    start. So the experts' weights can be loaded before x is available.
+    The experts were selected two kernels earlier, and the kernel in between waited for the selection before it allowed this
+    kernel to start. So this kernel can load the experts' weights before x is available.
     """
     CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     pair = tl.program_id(0) * SLOTS
@@ -142,7 +142,8 @@ def down_rows(
 
 @triton.jit
 def activated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return gate * sigmoid(ALPHA gate) * up; with a LIMIT, gate and up are clamped and 1 is added to up (see ExpertsConfig)."""
+    """Return gate * sigmoid(ALPHA gate) * up. If there is a LIMIT, gate and up are clamped and 1 is added to up (see
+    ExpertsConfig)."""
     if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike minimum, this keeps a NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
@@ -314,7 +315,8 @@ def _slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, N: tl.constexpr, 
 
 @triton.jit
 def _inputs(x_row, g, c, ROW: tl.constexpr, SPAN: tl.constexpr, HALF: tl.constexpr):
-    """Load x, float32 [BLOCK_G, SPAN] each, for the low and for the high values of a chunk's bytes."""
+    """Load the elements of x that belong to the low and to the high values of a chunk's bytes, as float32 [BLOCK_G, SPAN]
+    each."""
     u = c * g.shape[0] + g
     inside = (u < ROW // SPAN)[:, None]
     column = u[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
@@ -358,7 +360,7 @@ GPUS = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 
 
 Product = tuple[Tensor, Tensor | QuantizedWeight, Tensor | None]
-"""x, the weights of all experts, and their biases."""
+"""(x, weights of all experts, biases of all experts or None)."""
 
 
 class TritonExperts(RoutedKernel):
@@ -379,7 +381,7 @@ class TritonExperts(RoutedKernel):
         self._launchers = Launchers(spec.device)
 
     def _launch(self, launch: FixedLauncher, grid: Grid, product: Product, others: Mapping[str, Tensor | float]) -> None:
-        """Launch the kernel of a GEMM. others: arguments after those that all kernels have."""
+        """Launch the kernel of a GEMM. others: arguments in addition to the arguments that all kernels have."""
         x, weight, bias = product
         names = ("weight_ptr",) if isinstance(weight, Tensor) else ("weight_ptr", "scales_ptr", "zeros_ptr")
         read = dict(zip(names, (weight,) if isinstance(weight, Tensor) else tensors_of(weight), strict=True))
@@ -391,7 +393,8 @@ class TritonExperts(RoutedKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """Return whether the kernels support the layer: groups of quantized weights fill a row, and x's type fits the scales."""
+        """Return whether the kernels support the layer. Groups of quantized weights must fill a row, and x's type must be able to
+        represent the scales."""
         support = super().supports(spec)
         for weight in examples_of(spec):
             if weight is not None and (weight_bytes(weight) is None or not reads_form(weight, spec.dtype)):
@@ -431,7 +434,8 @@ _SPAN = 16
 
 
 def slices_of_a_chunk(row: int) -> int:
-    """Return the number of slices that a warp reads side by side: the largest whose last chunk of a row is not mostly empty."""
+    """Return the number of slices of a row that a warp reads at once: the largest of 32, 16 and 8 that pads a row by at most a
+    tenth, else the number with the least padding."""
     slices = row // _SPAN
     padded = {count: triton.cdiv(slices, count) * count for count in (32, 16, 8)}
     return next((count for count in padded if padded[count] <= 1.1 * slices), min(padded, key=padded.__getitem__))
@@ -442,12 +446,14 @@ class RowSplit:
     """Split of a GEMV over one token into many small programs, which keep the memory busy."""
 
     rows: int
-    """Weight rows per program: of gate and of up for one pair, or of the down projection for all experts of a token."""
+    """Weight rows per program. In the gate/up projection: rows of gate, and as many rows of up, for one pair. In the down
+    projection: rows for all experts of a token. Quantized weights with fewer than 32 slices per chunk have proportionally more
+    rows."""
     warps: int
     depth: int
     """Number of chunks that are loaded ahead."""
     chunk: int = 0
-    """Columns per load. Over quantized weights, a warp reads slices of a row side by side, one row after the other."""
+    """Maximum columns per load, for dense weights. For quantized weights, `slices_of_a_chunk` is used instead."""
 
 
 _PLAIN_SPLITS = RowSplit(4, 4, 4, 1024), RowSplit(8, 4, 6, 256)
@@ -460,7 +466,7 @@ _QUANTIZED_SPLITS = {1: (RowSplit(2, 1, 2), RowSplit(1, 1, 8)), 4: (RowSplit(4, 
 With one warp, threads exchange x by shuffles. More warps wait for each other, and each warp has fewer registers to fill.
 """
 MAX_ROWS = 16
-"""Approximate maximum number of tokens to compute one by one. With more, too many experts would be read twice."""
+"""Approximate maximum number of tokens to compute one by one. With more tokens, too many experts would be read repeatedly."""
 
 
 class RowKernel(TritonExperts):
@@ -497,7 +503,7 @@ class RowKernel(TritonExperts):
     def _multiply(
         self, routed: Routed, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, y: Tensor, first: bool
     ) -> None:
-        """Launch one of the two GEMVs. first: the gate/up projection, with its activation."""
+        """Launch one of the two GEMVs. first: True for the gate/up projection, with its activation."""
         config, terms = self._config, 1 if first else self._config.num_slots
         how: dict[str, Any]
         if isinstance(weight, Tensor):

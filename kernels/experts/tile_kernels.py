@@ -1,4 +1,4 @@
-"""Triton kernels for experts of many tokens: grouped_gemm over pairs sorted by expert, and the sum over a token's slots.
+"""Triton kernels for MoE layers with many tokens: grouped_gemm over pairs sorted by expert, and the sum over a token's slots.
 
 A program computes a tile of one expert's rows. Only the device knows the number of rows of each expert, so the grid has the
 maximum number of tiles. Each program finds its tile from the ends of the experts' rows; programs beyond the last tile do nothing.
@@ -48,7 +48,7 @@ def grouped_product(
 ):
     """y = W_e x + bias (grouped GEMM) or its activation, summed in float32.
 
-    Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: (cdiv(N, BLOCK_N) * NUM_ALL).
+    Grid (cdiv(N, BLOCK_N) * num_blocks), or (cdiv(N, BLOCK_N) * NUM_ALL) if WHOLE.
     """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -90,9 +90,8 @@ def grouped_product(
 def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr,
               SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, WHOLE: tl.constexpr,
               BLOCK_S: tl.constexpr):  # fmt: skip
-    """Return a program's tile: expert, block of outputs, rows [BLOCK_M] in x's order, True for each row that exists, and True if
-    there is work to do.
-    """
+    """Return a program's tile: expert, block of outputs, rows [BLOCK_M] in x's order, mask of valid rows, and True if there is
+    work to do."""
     if WHOLE:
         expert = tl.program_id(0) // NUM_N
         column = tl.program_id(0) % NUM_N
@@ -119,7 +118,7 @@ def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.
 
 @triton.jit
 def input_rows(pairs_ptr, row, live, SLOTS: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr):
-    """Return the indices [BLOCK_M] of the rows of x for rows of y."""
+    """Return the indices [BLOCK_M] of the rows of x that belong to rows of y."""
     if GATHER and WHOLE:
         x_row = tl.where(live, row // SLOTS, 0)
     elif GATHER:
@@ -156,7 +155,7 @@ def store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N: tl.constexpr,
 
 @triton.jit
 def _pairs_of(expert, experts_ptr, num_tokens, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Return [BLOCK_M]: the pair of each token with an expert, or -1 if the token did not select the expert."""
+    """Return [BLOCK_M]: for each token, its pair with the expert, or -1 if the token did not select the expert."""
     token = tl.arange(0, BLOCK_M)[:, None]
     slot = tl.arange(0, BLOCK_S)[None, :]
     pair = token * SLOTS + slot
@@ -189,7 +188,7 @@ def activate_rows(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Apply bias and activation to rows that a library multiplied. Grid (rows, cdiv(INNER, BLOCK))."""
+    """Apply bias and activation to the output rows of a library's GEMM. Grid (rows, cdiv(INNER, BLOCK))."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -208,7 +207,7 @@ def activate_rows(
 
 @triton.jit
 def _expert_of(row, ends_ptr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the expert of a row of the sorted pairs."""
+    """Return the expert of a row, where rows are pairs sorted by expert."""
     e = tl.arange(0, BLOCK_E)
     return tl.sum((tl.load(ends_ptr + e, mask=e < NUM_ALL, other=2147483647) <= row).to(tl.int32), 0)
 
@@ -223,7 +222,7 @@ def gather_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy the row of every pair's token, in the order sorted by expert. Grid (rows, cdiv(HIDDEN, BLOCK))."""
+    """Copy, for every pair, the row of its token. Pairs are sorted by expert. Grid (rows, cdiv(HIDDEN, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -313,7 +312,7 @@ def grouped_quantized_product(
 ):
     """y = W_e x + bias (grouped GEMM with dequantize) or its activation, summed in float32.
 
-    Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: (cdiv(N, BLOCK_N) * NUM_ALL).
+    Grid (cdiv(N, BLOCK_N) * num_blocks), or (cdiv(N, BLOCK_N) * NUM_ALL) if WHOLE.
     """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (ROW + SPAN - 1) // SPAN

@@ -39,9 +39,8 @@ from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
 
 
 def span_of_a_tile(form: WeightBytes, columns: int) -> int:
-    """Return the number of bytes of a row that tiles with this many columns multiply per iteration: bytes with one scale, or
-    whole groups.
-    """
+    """Return the number of bytes of a row that tiles with this many columns multiply per iteration. These bytes have one common
+    scale, or consist of whole groups."""
     num_bytes = columns // 2 if form.half else columns
     if form.half and num_bytes % form.scale_span == 0:
         return num_bytes
@@ -51,10 +50,10 @@ def span_of_a_tile(form: WeightBytes, columns: int) -> int:
 
 
 class SortingKernel(TritonExperts):
-    """Base of kernels whose results are sorted by expert and summed at the end."""
+    """Base of kernels whose outputs are sorted by expert, and are summed over each token's slots at the end."""
 
     def _add_slots(self, parts: Tensor, bias: Tensor | None, routed: Routed, places: Tensor, out: Tensor) -> None:
-        """out += the weighted sum over each token's slots. parts: [num_pairs, hidden_size], sorted by expert."""
+        """Add the weighted sum over each token's slots to `out`. parts: [num_pairs, hidden_size], sorted by expert."""
         num_tokens, hidden = out.shape
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {"HIDDEN": hidden, "SLOTS": self._config.num_slots, "BLOCK": block, "BIAS": bias is not None}
@@ -101,9 +100,8 @@ class TileKernel(SortingKernel):
         return support
 
     def runs(self, num_tokens: int) -> bool:
-        """Return whether the tiles suit this number of tokens. Tall tiles need several pairs per expert; short tiles are slow for
-        very many pairs.
-        """
+        """Return whether the tiles suit this number of tokens. Tall tiles need several pairs per expert, and short tiles are slow
+        for very many pairs."""
         pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
         if self._tiling.whole:
             return num_tokens <= rows
@@ -122,7 +120,7 @@ class TileKernel(SortingKernel):
     def _multiply(
         self, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, order: ExpertOrder, y: Tensor, first: bool
     ) -> None:
-        """Launch one of the two GEMMs. first: the gate/up projection, with its activation."""
+        """Launch one of the two GEMMs. first: True for the gate/up projection, with its activation."""
         tiling, config = self._tiling, self._config
         gated = first and config.gated
         num_pairs, width = y.shape
@@ -183,9 +181,8 @@ def invariant_kernels() -> list[type[ExpertsKernel]]:
 
 
 def tiled(plain: ExpertTiling | None, quantized: ExpertTiling | None, always: bool = False) -> type[TileKernel]:
-    """Return a kernel class with these tiles; see the fields of TileKernel. With one name, tilings differ only in warps and
-    stages.
-    """
+    """Return a kernel class with these tiles; see the fields of TileKernel. If both tilings are given, they have the same name
+    and differ only in warps and stages."""
     tiling = plain or quantized
     assert tiling is not None
     fields = {"name": tiling.name, "sorts": not tiling.whole, "plain": plain, "quantized": quantized, "always": always}
@@ -207,7 +204,8 @@ class GroupedMM(SortingKernel):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec) -> Support:
-        """Return whether torch supports the layer: rows must start at multiples of 16 bytes, as rows of hidden_size always do."""
+        """Return whether torch supports the layer. Rows must start at multiples of 16 bytes, which is always true of rows of
+        hidden_size elements."""
         support, inner = super().supports(spec), spec.config.intermediate_size
         return support & (Support.no("experts' inner size", "a multiple of 8", inner) if inner % 8 else YES)
 
@@ -225,7 +223,7 @@ class GroupedMM(SortingKernel):
         self._add_slots(parts, weights.down_bias, routed, order.places, out)
 
     def _activate(self, both: Tensor, order: ExpertOrder, bias: Tensor | None) -> Tensor:
-        """Activate the first GEMM's output. Without a gate, this takes two launches of torch operations."""
+        """Apply the activation to the first GEMM's output. Without a gate, this takes two launches of torch operations."""
         config, num_pairs, inner = self._config, len(both), self._config.intermediate_size
         if not config.gated:
             return both.relu_().square_()
@@ -245,14 +243,14 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 _LEAST_PAIRS = 16
-"""Minimum average number of pairs per expert. With fewer, dequantizing takes longer than the rest of the layer."""
+"""Minimum average number of pairs per expert. With fewer pairs, dequantizing takes longer than the rest of the layer."""
 
 
 class DequantizingKernel(RoutedKernel):
     """Kernel that dequantizes all experts' weights to half precision in two launches, and then runs a kernel over dense weights.
 
-    torch allocates the memory of the dequantized weights during the layer, so all layers reuse it. The engine's trial step counts
-    it as activations.
+    torch allocates the memory of the dequantized weights while the layer runs, so all layers reuse the same memory. The engine's
+    trial step counts this memory as activations.
     """
 
     capabilities = ExpertsCapabilities(

@@ -24,7 +24,8 @@ class ExpertsShard:
     """
 
     def __init__(self, config: ExpertsConfig, division: Division | None = None) -> None:
-        """Compute the shard. config: the whole layer's, for which `needs` returns no text. division: None means one rank."""
+        """Compute the shard. config: configuration of the whole layer, which must meet all requirements of `needs`. division:
+        None means one rank."""
         division = division or Division(0, 1)
         self.first = division.rank == 0
         by_columns = config.intermediate_size % division.size == 0
@@ -33,7 +34,7 @@ class ExpertsShard:
         self.inner = division.even(config.intermediate_size) if by_columns else Axis.all(config.intermediate_size)
         """Axis of the columns of a routed expert's down projection, with the rank's shard."""
         self.shared = division.even(config.shared_intermediate_size)
-        """Axis of the columns of all shared experts' down projections together, with the rank's shard."""
+        """Axis of the down projections' columns for all shared experts together, with the rank's shard."""
         self.own = replace(
             config,
             intermediate_size=self.inner.size,
@@ -44,7 +45,7 @@ class ExpertsShard:
 
 
 def needs(config: ExpertsConfig, size: int, by_expert: bool) -> list[str]:
-    """Return texts of the requirements that the number of ranks does not meet. Empty if the layer can be split."""
+    """Return texts of the requirements that a number of ranks does not meet. Empty if the layer can be split."""
     inner, experts, shared = config.intermediate_size, config.num_experts, config.shared_intermediate_size
     found = []
     if inner % size and (experts % size or not by_expert):

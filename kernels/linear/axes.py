@@ -14,10 +14,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a tensor in a checkpoint, and the ranges of the axis that a rank holds (its shard), one after another.
+    """An axis of a tensor in a checkpoint, and the ranges of the axis that a rank holds (its shard), in order.
 
-    Axes may count any unit. They are multiplied and added in the way in which the tensor is laid out. For axes of heads, `(heads
-    + kv_heads + kv_heads) * head_dim` is the axis of a merged qkv weight's rows, with the rank's shard of it.
+    The unit of an axis may be a head, a group of elements, or any other unit. Axes are scaled and concatenated with arithmetic
+    operators. If `heads` and `kv_heads` are axes, `(heads + kv_heads + kv_heads) * head_dim` is the axis of a merged qkv weight's
+    rows, with the rank's shard of it.
     """
 
     whole: int
@@ -77,14 +78,14 @@ class Axis:
         return [place_of[element] for element in self.pick(range(self.whole))]
 
     def piece(self, number: int, count: int) -> Axis:
-        """Return part `number` of the axis split into `count` equal parts, with the held ranges inside it."""
+        """Split the axis into `count` equal parts and return part `number`, with the held ranges inside it."""
         size = self.whole // count
         first = number * size
         inside = [range(max(each.start - first, 0), min(each.stop - first, size)) for each in self.held]
         return Axis(size, tuple(each for each in inside if each))
 
     def pick(self, items: Sequence[Item]) -> list[Item]:
-        """Return the items of a sequence, as long as the axis, that the rank holds."""
+        """Return the items that the rank holds, from a sequence with one item per element of the axis."""
         return [items[index] for each in self.held for index in each]
 
 
@@ -117,7 +118,7 @@ def shard_of(tensor: Tensor, shape: Shape) -> Tensor:
 
 
 def _merged(ranges: list[range]) -> tuple[range, ...]:
-    """Return the ranges, with adjacent ones merged."""
+    """Return the ranges, with adjacent ranges merged."""
     merged: list[range] = []
     for each in ranges:
         if merged and merged[-1].stop == each.start:

@@ -27,16 +27,18 @@ Layer = Any
 """A `Linear`. The module of `Linear` imports this one, so this module cannot name the type."""
 
 ROW_COUNTS = tuple(2**n for n in range(14))
-"""Numbers of rows to measure. Any other number uses the choice for the next larger one, which has the same tiles."""
+"""Numbers of rows to measure. For any other number, the choice for the next larger measured number is used, because its tiles are
+the same."""
 ROWS = CountAxis("rows", ROW_COUNTS)
 NUM_BUCKETS: Final = 32
-"""Number of row buckets that a layer is bound for: up to 1, 2, 4, ... rows."""
+"""Number of row buckets for which a layer is bound to kernels: up to 1, 2, 4, ... rows."""
 FEW, SHARED = "few_rows", "shared_rows"
 """GEMV (up to 16 rows) and split-K GEMM (up to 512 rows) over quantized weights in CUDA C++."""
 FLOAT8 = "w8a8"
-"""GEMM of FP8 x by FP8 weights for up to 256 rows, which are rounded to FP8."""
+"""FP8 GEMM for up to 256 rows of x, which are rounded to FP8, over FP8 weights."""
 KERNEL, SCALED, DEQUANTIZED = "kernel", "scaled_mm", "dequantize"
-"""Triton GEMM over quantized weights; `torch._scaled_mm`, with x rounded to FP8; cuBLAS after dequantizing in every call."""
+"""Triton GEMM over quantized weights; `torch._scaled_mm`, with x rounded to FP8; and cuBLAS, with the weight dequantized in every
+call."""
 GEMV, TILES, TORCH = "gemv", "tiles", "torch"
 """Triton GEMV for up to 16 rows and split-K GEMM for up to 128 rows over dense weights, and torch.mm."""
 MARLIN, CUTLASS = "marlin", "cutlass"
@@ -74,7 +76,8 @@ ON_GPU: Final = tuple(each.name for each in BUILTIN if "cpu" not in each.devices
 
 
 def rule(rows: int, able: Collection[str]) -> str:
-    """Select a kernel without measurements: a fused kernel while reading the weight dominates the time, else the fastest GEMM."""
+    """Select a kernel without measurements: a fused kernel as long as reading the weight dominates the time, else the fastest
+    GEMM."""
     most = FEW_ROWS if SCALED in able else MORE_ROWS
     if FEW in able and rows <= LEAST_SHARED:
         return FEW
@@ -86,19 +89,16 @@ def rule(rows: int, able: Collection[str]) -> str:
 
 
 WORTH = 1.05
-"""Minimum speedup of a kernel that rounds x over a kernel that does not, for it to be selected."""
+"""Minimum speedup over kernels that do not round x with which a kernel that rounds x is selected."""
 LEAST_SHARED = 8
-"""Maximum rows for `few_rows`. On an H200, a 4-bit layer of an 8B model takes 55 us (67 with `shared_rows`) at 8 rows, and 73 us
-(65) at 16 rows.
-"""
+"""Maximum rows for `few_rows`. On an H200, a 4-bit layer of an 8B model takes 55 us at 8 rows and 73 us at 16 rows. With
+`shared_rows`, it takes 67 us and 65 us."""
 FEW_ROWS = 32
-"""Maximum rows for the fused kernels if `torch._scaled_mm` is available. On an H200, FP8 28672 x 4096 at 64 rows takes 91 us, and
-63 us with scaled_mm.
-"""
+"""Maximum rows for the fused kernels if `torch._scaled_mm` is available. On an H200, an FP8 weight of 28672 x 4096 takes 91 us at
+64 rows, and 63 us with scaled_mm."""
 MORE_ROWS = 256
-"""Maximum rows for the fused kernels if only `dequantize` is available. On an H200, 4-bit 28672 x 4096 at 256 rows takes 209 us,
-and 202 us with `dequantize`.
-"""
+"""Maximum rows for the fused kernels if only `dequantize` is available. On an H200, a 4-bit weight of 28672 x 4096 takes 209 us
+at 256 rows, and 202 us with `dequantize`."""
 
 
 class LinearChoice:
@@ -129,8 +129,8 @@ class LinearChoice:
         self.compute: Callable[[str, Tensor, Layer], Tensor] = self._compute_one
         """Function that computes a layer for x [rows, in_features] with the named kernel.
 
-        If the layer is gated and the device's operations fuse this, it computes RMSNorm (weight 1, epsilon 1e-6), both GEMMs, and
-        SiLU of the first output times the second.
+        If the layer is gated and the device's operations fuse the following, the function computes RMSNorm (weight 1, epsilon
+        1e-6), both GEMMs, and SiLU of the first output times the second output.
         """
         self._layers: WeakSet[Layer] = WeakSet()
         self.third_party = frozenset(third_party)
@@ -210,7 +210,8 @@ class LinearChoice:
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Return a context in which kernels raise their own errors. Outside it, a kernel that raises is replaced."""
+        """Return a context in which errors of kernels are raised unchanged. Outside the context, a kernel that raises an error is
+        replaced."""
         self.is_on_trial = True
         try:
             yield
@@ -273,7 +274,7 @@ def spec_of(weight: Weight, dtype: torch.dtype, device: torch.device) -> LinearS
 
 
 class LinearKernels:
-    """Linear kernels of a model on one device, and the choice between them for each kind of layer."""
+    """Linear kernels of a model on one device, and the kernel choice for each kind of layer."""
 
     def __init__(
         self,
@@ -305,7 +306,7 @@ class LinearKernels:
         """Kinds of layers that the requested kernel does not support, each with the reason."""
 
     def choice(self, spec: LinearSpec) -> LinearChoice:
-        """Return the choice for layers of a kind. It is made at the first call."""
+        """Return the choice for layers of a kind. The first call makes it."""
         found = self._choices.get(spec)
         if found is None:
             kernels: dict[str, LinearKernel] = {}
@@ -355,7 +356,7 @@ class LinearKernels:
         return False
 
     def _note_named(self, spec: LinearSpec, refused: Mapping[str, Support]) -> None:
-        """Log, once for each kind of layer, the reason why the requested kernel does not support it."""
+        """Log, once for each kind of layer, the reason why the requested kernel does not support the layer."""
         kind, why = str(spec), None if self.named is None else refused.get(self.named)
         if why is not None and kind not in self._unserved:
             self._unserved[kind] = why
@@ -365,7 +366,8 @@ class LinearKernels:
         """Check that the requested kernel supports at least one layer.
 
         choices: a model's choices to be measured, which are checked in addition to the choices made so far.
-        :raises ConfigError: if it does not support any layer, with every reason.
+
+        :raises ConfigError: if the requested kernel supports none of the layers. The message contains every reason.
         """
         made = (*choices, *self._choices.values())
         if self.named is None or any(self.named not in choice.refused for choice in made):

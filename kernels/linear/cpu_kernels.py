@@ -29,9 +29,11 @@ from headway.kernels.runtime.native.library import (
 )
 
 SMALL = 2**17
-"""Maximum elements of a weight for which torch.mm was no slower than a packed weight when measured, at 1 to 256 rows."""
+"""Maximum number of weight elements for which torch.mm is used: in measurements with 1 to 256 rows, it was then no slower than a
+packed weight."""
 _PACK_ROWS = 16
-"""Row count that oneDNN's packing is tuned for: a decode batch. Other row counts work too, and were no slower when measured."""
+"""Number of rows, of a decode batch, for which oneDNN packs a weight. Other numbers of rows work too, and were no slower when
+measured."""
 _GROUPS = (32, 64, 128, 256)
 """Group sizes that torch's int4 GEMM supports, in columns."""
 
@@ -75,11 +77,11 @@ class Native(FusedKernel):
 
 
 class Int4Pack(FusedKernel):
-    """torch's GEMM of bfloat16 x over int4 weights in groups of 32, 64, 128 or 256.
+    """torch's GEMM of bfloat16 x over int4 weights in groups of 32, 64, 128 or 256 columns.
 
-    It is two to three times as fast as a GEMM over the dequantized weight at one row, and as fast at 16 rows. In float32 it is 5
-    times slower. torch's int8 GEMM is also 5 times slower in float32; in bfloat16 it is as fast at one row and 2 to 3 times
-    slower at 16 rows (docs/notes/cpu.md).
+    Compared with a GEMM over the dequantized weight, it is two to three times as fast at one row, and equally fast at 16 rows. In
+    float32 it is 5 times slower. torch's int8 GEMM is also 5 times slower in float32. In bfloat16 the int8 GEMM is equally fast
+    at one row and 2 to 3 times slower at 16 rows (docs/notes/cpu.md).
     """
 
     name = INT4PACK
@@ -139,7 +141,7 @@ def _works() -> bool:
 
 
 class OneDnn(FusedKernel):
-    """oneDNN GEMM over a weight that is packed once, by the operators that torch.compile uses for frozen weights."""
+    """oneDNN GEMM over a weight that is packed once. It uses the operators that torch.compile uses for frozen weights."""
 
     name = ONEDNN
     capabilities = LinearCapabilities(frozenset({"plain"}), (torch.float32, torch.bfloat16), ("cpu",), fused=frozenset({"bias"}))
@@ -165,9 +167,8 @@ class OneDnn(FusedKernel):
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies packed weights of a type fast and correctly: float32, and bfloat16 on CPUs that support
-    bfloat16.
-    """
+    """Return whether oneDNN multiplies packed weights of a type fast and correctly. This is true of float32, and of bfloat16 on
+    CPUs that support bfloat16."""
     return (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
 
 
@@ -209,7 +210,7 @@ class TorchMM(FusedKernel):
     def compute(
         self, x: Tensor, weight: tuple[Tensor, Tensor | None], add_to: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Multiply x by the weight and add the bias, in place on `add_to` if given."""
+        """Multiply x by the weight and add the bias. If `add_to` is given, add the result to it in place."""
         transposed, bias = weight
         if add_to is not None:
             if bias is None:

@@ -1,7 +1,7 @@
 """CUDA C++ GEMM kernels over quantized weights for few rows: GEMV (few_rows.cu), split-K GEMM (shared_rows.cu), FP8 (w8a8.cu).
 
-This module repacks scales into the kernels' order and launches the kernels. They are not in Triton because Triton cannot express
-that a thread multiplies the same bytes that it copied. csrc/product.cuh is based on this.
+This module repacks scales into the kernels' order and launches the kernels. In these kernels (csrc/product.cuh), a thread
+multiplies the same bytes that it copied, which Triton cannot express.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from headway.kernels.step.operations import Heads, Norm, Rope
 POINTERS = Struct("=12Q")
 """Layout of `struct Pointers` in product.cuh."""
 _ARRANGING = 256
-"""Threads of a thread block that permutes a row of x."""
+"""Number of threads per thread block that permutes a row of x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ class ClusterLauncher:
     """Launcher of a split-K kernel with thread block clusters, and of the kernel before it that converts x."""
 
     def __init__(self, variant: CudaVariant, device: torch.device, arranging: str, sharing: int = 1) -> None:
-        """Load both kernels. arranging: name of the kernel that converts x. sharing: that kernel's thread blocks per row."""
+        """Load both kernels. arranging: name of the kernel that converts x. sharing: number of thread blocks of this kernel per
+        row."""
         specific, tiling = architecture(device, specific=True), variant.tiling
         self._kernel: CompiledKernel = load(variant.source, variant.name, device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
@@ -138,7 +139,8 @@ class ClusterLauncher:
 
 
 class SharedRowsLauncher(ClusterLauncher):
-    """Launcher of shared_rows.cu (split-K GEMM). x is first normed and permuted into the order in which the kernel copies it."""
+    """Launcher of shared_rows.cu (split-K GEMM). x is first normed, and permuted into the order in which shared_rows.cu copies
+    it."""
 
     def __init__(self, variant: CudaVariant, device: torch.device) -> None:
         sharing = 1 if variant.norm is not None else -(-variant.in_features // (8 * _ARRANGING))  # a thread permutes 8 columns
@@ -184,7 +186,8 @@ class Float8Launcher(ClusterLauncher):
 _COPY = 16
 """Number of bytes that a thread copies at a time."""
 _NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
-"""Largest MXFP4 exponent, and largest FP8 scale, that half precision can represent with the exponent correction of unpacking."""
+"""Largest MXFP4 exponent, and largest FP8 scale, for which the product of the scale and unpacking's exponent correction fits half
+precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
 
 
 def arranged(weight: QuantizedWeight) -> ArrangedWeight:
-    """Repack a weight for the CUDA kernels: quantized values stay as they are, and scales of adjacent rows become adjacent."""
+    """Repack a weight for the CUDA kernels: quantized values are unchanged, and scales of adjacent rows become adjacent."""
     described = weight_bytes(weight)
     assert described is not None
     if isinstance(weight, Float8Weight):
@@ -334,7 +337,7 @@ class CudaKernel(FusedKernel):
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute the layer. The arguments are those of `Gemv.compute`."""
+        """Compute the layer. See `Gemv.compute` for the arguments."""
         rows, in_features = x.shape
         out_features = weight.out_features // 2 if gated else weight.out_features
         read: ArrangedWeight = weight.weight
@@ -400,7 +403,7 @@ class FewRowsKernel(CudaKernel):
 
 
 class SharedRowsKernel(CudaKernel):
-    """Kernel `shared_rows`: split-K GEMM over quantized weights, whose thread blocks form clusters."""
+    """Kernel `shared_rows`: split-K GEMM over quantized weights by clusters of thread blocks."""
 
     name = SHARED
     capabilities = LinearCapabilities(QUANTIZED, order=True, max_rows=MOST_SHARED_ROWS, fused=frozenset(FUSED))

@@ -17,11 +17,10 @@ SLICE_BYTES = 64
 PART_ROWS = 16
 """Weight rows per tensor-core instruction (m16)."""
 SHARED_BYTES = 112 * 1024
-"""Maximum shared memory of a thread block, in bytes, with which two thread blocks fit on an SM."""
+"""Maximum shared memory of a thread block, in bytes, if two thread blocks are to fit on an SM."""
 ALONE_BYTES = 114 * 1024
-"""Shared memory of a thread block, in bytes, with which the SM has no room for a second thread block of the launch, but still has
-room for a thread block of the next launch with SHARED_BYTES.
-"""
+"""Shared memory of a thread block, in bytes, that leaves no room on the SM for a second thread block of the launch. There is
+still room for a thread block of the next launch with SHARED_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +32,22 @@ class CudaTiling:
     warps: int
     stages: int
     splits: int = 0
-    """Number of thread blocks that split a sum over K in shared_rows.cu (split-K). 0 means that few_rows.cu is used."""
+    """Number of thread blocks that split a sum over K in shared_rows.cu (split-K). 0 means that few_rows.cu is used instead."""
     per_multiprocessor: int = 1
     """Thread blocks of few_rows.cu per SM."""
     kept: bool = False
-    """True if few_rows.cu leaves x in shared memory for all tiles of a thread block."""
+    """True if x stays in shared memory for all tiles of a thread block of few_rows.cu."""
     alone: bool = False
-    """True if there are enough SMs for one thread block each: each thread block then allocates ALONE_BYTES."""
+    """True if each SM has at most one thread block of the launch. Each thread block then allocates at least ALONE_BYTES, so that
+    thread blocks are distributed over the SMs."""
 
 
 CudaTilingRule = Callable[[WeightBytes, int, int, bool, int], CudaTiling]
-"""(weight, rows, out_features, gated, number of SMs) -> tiling"""
+"""(weight, rows, out_features, gated, number of SMs) -> tiling."""
 
 
 def few_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
-    """Return the tiling of a GEMV for up to 16 rows, whose warps split K. Small tiles balance the load of the SMs."""
+    """Return the tiling of a GEMV for up to 16 rows, with warps that split K. Small tiles balance the load of the SMs."""
     parts, most = out_features // PART_ROWS, most_rows_of(rows)
     kept = next(
         (tiling for tiling in _kept_tilings(weight, most, gated) if few_rows_bytes(weight, most, tiling) <= _MOST_BYTES), None
@@ -71,9 +71,8 @@ def _busiest(parts: int, tiles: int, multiprocessors: int) -> int:
 
 
 def _kept_tilings(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaTiling, ...]:
-    """Return tilings that leave x in shared memory, fastest first. On an H100, 4-bit 28672 x 4096 at 16 rows takes 29.0 us, and
-    32.6 us with x in a ring.
-    """
+    """Return tilings with which x stays in shared memory, fastest first. On an H100, a 4-bit weight of 28672 x 4096 at 16 rows
+    takes 29.0 us, and 32.6 us if x is in a ring."""
     if most == 1:
         return ()
     tiles = 2 if gated or (weight.half and most == 8) else 1
@@ -83,12 +82,13 @@ def _kept_tilings(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaTili
 
 
 def few_rows_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
-    """Return the shared memory of few_rows.cu in bytes: its header, warps, and sums of squares. scale_bytes: see warps_bytes."""
+    """Return the shared memory of few_rows.cu in bytes: for its header, its warps (see `warps_bytes`), and sums of squares."""
     return _HEADER_BYTES + warps_bytes(weight, most_rows, tiling, scale_bytes) + tiling.warps * most_rows * 4
 
 
 def warps_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_bytes: int = 4) -> int:
-    """Return the shared memory of warp_step.cuh in bytes: rings, x if it stays, sums. scale_bytes: per scale, at most 4."""
+    """Return the shared memory of warp_step.cuh in bytes: for rings, sums, and x if it stays in shared memory. scale_bytes: size
+    of a scale in bytes, at most 4."""
     rows, halves, groups = PART_ROWS * tiling.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
     if weight.scale_rows > 1:
         scales = -(-tiling.tiles * 4 // 16) * 16
@@ -103,8 +103,8 @@ def warps_bytes(weight: WeightBytes, most_rows: int, tiling: CudaTiling, scale_b
 def fitted(tiling: CudaTiling, weight: WeightBytes, most_rows: int, room: int) -> CudaTiling:
     """Return a tiling of few_rows.cu that fits a thread block's shared memory, which is smaller on GPUs other than Hopper.
 
-    room: shared memory of a thread block, in bytes. To fit, x does not stay in shared memory; then rings become shorter; then
-    fewer warps split a sum.
+    room: shared memory of a thread block, in bytes. Until the tiling fits, x is removed from shared memory first, then rings are
+    made shorter, and then fewer warps split a sum.
     """
     while few_rows_bytes(weight, most_rows, tiling) > room and (tiling.kept or tiling.stages > 2 or tiling.warps > 2):
         if tiling.kept:
@@ -123,7 +123,7 @@ def shared_rows_tiling(weight: WeightBytes, rows: int, out_features: int, gated:
 
 
 def shared_rows_tiling_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaTiling:
-    """Return a tiling with smaller thread blocks, which is faster for some shapes even if the default fills the SMs."""
+    """Return a tiling with smaller thread blocks, which is faster for some shapes even if the default tiling fills the SMs."""
     most = 2 * multiprocessors if rows <= 32 else multiprocessors
     return _shared_tiling(weight, rows, out_features, gated, CudaTiling(1, 8 if rows > _MANY else 4, 0), most, multiprocessors)
 
@@ -142,7 +142,8 @@ def _shared_tiling(
 def _split(
     tiling: CudaTiling, rows: int, out_features: int, gated: bool, steps: int, most_blocks: int, multiprocessors: int
 ) -> CudaTiling:
-    """Return the tiling with split-K added. It has the smallest tiles if those of `tiling` would leave SMs idle."""
+    """Return the tiling with split-K added. If the tiles of `tiling` would leave SMs idle, the smallest tiles are used
+    instead."""
     for tried in (tiling, replace(tiling, tiles=1, warps=4)):
         blocks = _blocks(tried, rows, out_features, gated)
         splits = _splits(blocks, steps, most_blocks, multiprocessors)
@@ -158,7 +159,8 @@ def _blocks(tiling: CudaTiling, rows: int, out_features: int, gated: bool) -> in
 
 
 def _splits(blocks: int, steps: int, most_blocks: int, multiprocessors: int) -> int:
-    """Return the number of splits: the largest with which all thread blocks run at once and have several steps each."""
+    """Return the number of splits: the largest number with which all thread blocks run at once and each computes several
+    steps."""
 
     def fits(count: int) -> bool:
         rounds = 2 if blocks * count > multiprocessors else 1  # two thread blocks per SM
@@ -170,9 +172,9 @@ def _splits(blocks: int, steps: int, most_blocks: int, multiprocessors: int) -> 
 def _clusters(size: int, multiprocessors: int) -> int:
     """Return the maximum number of clusters that run at once with one thread block per SM.
 
-    A cluster must fit into one GPC, whose (even) number of SMs differs between GPCs and chips. Clusters of 2 leave no SM idle; an
-    H100 runs 30 clusters of 4 or 15 of 8 (cuOccupancyMaxActiveClusters). Additional clusters wait until earlier ones end: a
-    weight of 4096 x 14336 took twice as long with 32 clusters of 4.
+    A cluster must fit into one GPC. The number of SMs per GPC is even, and differs between GPCs and chips. Clusters of 2 leave no
+    SM idle. An H100 runs 30 clusters of 4 or 15 of 8 (cuOccupancyMaxActiveClusters). Additional clusters wait until earlier
+    clusters end. With 32 clusters of 4, a weight of 4096 x 14336 therefore took twice as long.
     """
     return multiprocessors // 2 if size == 2 else (multiprocessors - 2 * _GROUPS) // size
 
@@ -204,7 +206,7 @@ def _float8_tiling(
 ) -> CudaTiling:
     """Complete a tiling of w8a8.cu with stages and splits, like _shared_tiling.
 
-    If the ring is not deeper than needed, shared memory is left for a thread block of the next launch, which can then load its
+    The ring is only as deep as needed if this leaves shared memory for a thread block of the next launch, which can then load its
     first weights.
     """
     most, columns = max(most_rows_of(rows), 8), 2 * SLICE_BYTES
@@ -226,19 +228,21 @@ def float8_two_fit(tiling: CudaTiling, most_rows: int, by_row: bool) -> bool:
 
 
 _REGISTERS, _BESIDE_ROWS, _BESIDE_BLOCKS = 16 * 1024, 16, 32
-"""Registers per SM partition, and registers per thread of w8a8.cu besides its sums, with scales per row and per block."""
+"""Registers per SM partition; registers per thread of w8a8.cu for data other than its sums, with scales per row; the same number
+with scales per block."""
 _FEW = 32
-"""Maximum rows for which x, copied by every thread block, is at most a quarter of the bytes of 128 weight rows."""
+"""Maximum number of rows for which x, copied by every thread block, has at most a quarter of the bytes of 128 weight rows."""
 _DEEP = 5
-"""Number of ring stages, of 16 KiB each, that hide the memory latency: 4.8 TB/s for 1.2 us need 44 KB in flight per SM."""
+"""Number of ring stages, of 16 KiB each, that hide the memory latency. A bandwidth of 4.8 TB/s and a latency of 1.2 us need 44 KB
+in flight per SM."""
 _HEADER_BYTES = 128
-"""Bytes of the barriers and one word before the rings of few_rows.cu."""
+"""Size, in bytes, of the barriers and of one word that precede the rings of few_rows.cu."""
 _MOST_BYTES = 227 * 1024
 """Maximum shared memory of a thread block on compute capability 9.0, in bytes."""
 _GROUPS = 8
-"""Number of GPCs. Each of them may leave two SMs unused."""
+"""Number of GPCs, each of which may leave two SMs unused."""
 _WORKING = 0.8
-"""Fraction of the SMs that saturates the memory bandwidth."""
+"""Fraction of the SMs that is sufficient to saturate the memory bandwidth."""
 _FULL = 0.9
 """Minimum fraction of the SMs that must have work."""
 
@@ -246,7 +250,8 @@ _FULL = 0.9
 _MANY = 64
 """Minimum number of rows at which tensor cores dominate the time and sums fill the registers."""
 MOST_COMPILED_ROWS = 128
-"""Maximum number of rows that a kernel of shared_rows.cu is compiled for. Several thread blocks share larger inputs."""
+"""Maximum number of rows that a kernel of shared_rows.cu is compiled for. Inputs with more rows are distributed over several
+thread blocks."""
 
 
 def most_rows_of(rows: int) -> int:
@@ -263,7 +268,8 @@ KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
 HALVES = {torch.bfloat16: 0, torch.float16: 1}
 """Integers by which the CUDA sources identify quantization formats and half-precision types."""
 _FULL_SUMS = 128
-"""Product of rows and tiles per warp above which sums of shared_rows.cu and w8a8.cu use other warps' registers (FULL)."""
+"""Product of rows and tiles per warp above which sums of shared_rows.cu and w8a8.cu need registers that the copying warps give up
+(FULL)."""
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 
 

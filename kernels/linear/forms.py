@@ -1,4 +1,5 @@
-"""Byte layouts of quantized weights as kernels read them, and the block formats of .gguf files, with their dequantize functions.
+"""Byte layouts of quantized weights as kernels read them, and the block formats of .gguf files, with functions that dequantize
+the blocks.
 
 Blocks hold values of 4 to 8 bits in llama.cpp's layouts (ggml-common.h, ggml-quants.c).
 """
@@ -21,7 +22,7 @@ from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPE
 _GROUP = 32
 _SUPER = 256
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Integers that the 4-bit values of IQ4_NL and IQ4_XS stand for."""
+"""Integers that are represented by the 4-bit values of IQ4_NL and IQ4_XS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def _q8_0(blocks: Tensor) -> QuantizedValues:
 
 
 def _six_bits(octets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 6-bit scales and minimums from 12 bytes: uint8 [rows, 8 blocks] each."""
+    """Return 6-bit scales and minimums from 12 bytes per block, as uint8 [rows, 8 * blocks] each."""
     low, middle, high = octets.tensor_split([4, 8], dim=-1)
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
     mins = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)
@@ -260,12 +261,12 @@ _LEAST_SPAN = 16
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Byte layout of a quantized weight for the kernels. Lengths are in bytes of a row."""
+    """Byte layout of a quantized weight for the kernels. Lengths count bytes of a weight row."""
 
     kind: str
     row: int
     half: int
-    """Bytes of half a group, if bytes hold two values each. 0 means one value per byte."""
+    """Bytes of half a group, if each byte holds two values. 0 means one value per byte."""
     scales: int
     """Number of scales per row."""
     scale_span: int
@@ -274,7 +275,7 @@ class WeightBytes:
     """Number of rows that share scales."""
     zeros: bool
     span: int
-    """Maximum bytes of a slice, which must share a scale."""
+    """Maximum number of bytes per slice. The values of a slice have one common scale."""
 
 
 def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:

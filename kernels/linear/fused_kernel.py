@@ -23,7 +23,8 @@ class FusedKernel(LinearKernel):
 
     graph_level = GraphLevel.ANY
     library: ClassVar[bool] = False
-    """True if an external library computes the kernel. The library may change between starts, so it is tested at each start."""
+    """True if an external library computes the kernel. The library may change between starts, so the kernel is tested at each
+    start."""
     copies: ClassVar[bool] = False
     """True if `prepare` copies the complete weight."""
 
@@ -34,15 +35,15 @@ class FusedKernel(LinearKernel):
     compute: Callable[..., Tensor]
     """Return a linear layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-    All arguments except x and weight are optional, and only passed to kernels that fuse them. weight: result of `prepare`. norm:
-    `Norm` (RMSNorm) of x. activation: applied to the output, or if gated to its first half, which multiplies the second. add_to:
-    tensor to which the output is added, in place. rotated: `Heads` of q and k to be normed and rotated (RoPE), with cos and sin.
-    out: contiguous tensor for the output, unless add_to is given.
+    All arguments except x and weight are optional, and are only passed to kernels that fuse them. weight: result of `prepare`.
+    norm: `Norm` (RMSNorm) of x. activation: function applied to the output or, if gated, to the first half of its columns, which
+    is then multiplied by the second half. add_to: tensor to which the output is added, in place. rotated: `Heads` of q and k to
+    be normed and rotated (RoPE), with cos and sin. out: contiguous tensor for the output, unless add_to is given.
     """
 
     @cached_property
     def multiprocessors(self) -> int:
-        """Number of SMs of the spec's GPU; 4 under an interpreter."""
+        """Number of SMs of the spec's GPU, or 4 in an interpreter."""
         device = self.spec.device
         return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 

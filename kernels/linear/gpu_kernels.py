@@ -1,4 +1,5 @@
-"""GPU GEMM kernels of linear layers by torch: scaled_mm with x rounded to FP8, and cuBLAS after dequantizing the weight."""
+"""GPU GEMM kernels of linear layers that torch provides: scaled_mm with x rounded to FP8, and cuBLAS after dequantizing the
+weight."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Float8Operand:
         self.bias = bias
         self.blocks = weight.block == (BLOCK, BLOCK)
         self.scales = weight.scales.t() if self.blocks else weight.scales.view(-1).expand(weight.shape[0]).contiguous()[None]
-        """[K / 128, N / 128], with adjacent elements along K, or [1, N]: scales per block or per row."""
+        """Scales per block, [K / 128, N / 128] with adjacent elements along K, or scales per row, [1, N]."""
         self.group = BLOCK if self.blocks else weight.shape[1]
         """Columns of x per scale."""
 
@@ -91,7 +92,7 @@ class ScaledMM(FusedKernel):
         return Float8Operand(weight, bias)
 
     def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
-        """Compute the layer in one launch for x, one for the GEMM, and one for a bias."""
+        """Compute the layer in one launch that rounds x, one for the GEMM, and one that adds a bias."""
         rows = x.shape[0]
         y, x_scales = self.rounding(x, weight.group, norm)
         x_scales = x_scales if weight.blocks else x_scales.contiguous()

@@ -27,7 +27,8 @@ from headway.kernels.linear.choice import (
 from headway.kernels.runtime.native.library import PackedWeight, multiply
 
 Compute = Callable[..., Tensor]
-"""A layer bound to a kernel: x [rows, in_features] -> y [rows, out_features], with the bias added; written to `out` if given."""
+"""A layer bound to a kernel: x [rows, in_features] -> y [rows, out_features], including the bias. y is written to `out` if
+given."""
 _NUMBERS = itertools.count()
 
 
@@ -87,7 +88,7 @@ class Applied:
 
 
 class Buckets:
-    """A layer's CPU kernels by number of rows, each bound at its first step."""
+    """CPU kernels of a layer, keyed by number of rows. Each kernel is bound at the first step that needs it."""
 
     def __init__(self, layer: Linear) -> None:
         self._layer = layer
@@ -109,11 +110,12 @@ class Linear:
     """y = x W^T + b with constant weights.
 
     On a GPU, the weight keeps its layout, and the device's operations bind the layer to kernels (`choice`). A direct call
-    computes the layer with torch.mm, and dequantizes a quantized weight each time. On a CPU, the layer is bound when it is made.
-    If only Headway's kernels can compute the layer, the first of these that supports the weight repacks it: our C library,
-    torch's int4 GEMM, oneDNN (both faster than torch.mm at the 1 to 64 rows of decode, docs/benchmarks.md), or torch.mm. A weight
-    that none of them reads is dequantized once. If a third party's kernel is a candidate, the original weight stays in memory
-    until measured times decide (`settle`).
+    computes the layer with torch.mm, and dequantizes a quantized weight each time.
+
+    On a CPU, the layer is bound when it is made. If only Headway's kernels can compute the layer, the first kernel that supports
+    the weight repacks it. The order is: our C library, torch's int4 GEMM, oneDNN (both faster than torch.mm at the 1 to 64 rows
+    of decode, docs/benchmarks.md), torch.mm. A weight that none of these kernels reads is dequantized once. If a third party's
+    kernel is a candidate, the original weight stays in memory until measured times decide (`settle`).
     """
 
     def __init__(
@@ -144,19 +146,19 @@ class Linear:
         self.weight = weight
         """Original weight, or the weight in the layout of the kernel that the layer is permanently bound to."""
         self.prepared: dict[str, Any] = {}
-        """Weights in kernels' layouts, by the name of the layout."""
+        """Weights in kernels' layouts, keyed by the name of the layout."""
         self.expanded_bytes = 0
         """Size of the dequantized weight, in bytes. 0 means that the weight was not dequantized."""
         self.packed: PackedWeight | None = None
         """Weight in packed blocks for our C library on a CPU. None if a different kernel multiplies the weight."""
         self.held_bytes = weight.nbytes
-        """Number of bytes that a GEMM reads: a quantized weight with its scales, or the dequantized weight."""
+        """Number of bytes of the weight that a GEMM reads: a quantized weight with its scales, or the dequantized weight."""
         self.reads_quantized = False
         """True if kernels read the quantized weight directly."""
         self.choice: LinearChoice | None = None
         """The candidate kernels, and the kernel for each number of rows."""
         self.steps: Any = None
-        """The layer as bound to kernels by a GPU's operations (`kernels/step/fused.py`). None until the first step."""
+        """The layer bound to kernels by a GPU's operations (`kernels/step/fused.py`). None until the first step."""
         self.gated_steps: Any = None
         self._compute: Compute | None = None
         self._closed: LinearKernel | None = None
@@ -260,7 +262,8 @@ class Linear:
         return sum(each.nbytes for each in held if each.untyped_storage().data_ptr() not in own)
 
     def prepare(self, kernel: LinearKernel) -> int:
-        """Prepare the layer for a kernel. Return the number of bytes that this takes besides the weight and bias."""
+        """Prepare the layer for a kernel. Return the number of bytes that the kernel's layout takes in addition to the weight and
+        bias."""
         self.prepared_for(kernel)
         return self.bytes_of(kernel)
 
@@ -276,13 +279,15 @@ class Linear:
         return Applied(self, kernel, again)
 
     def fused_by(self, kernel: LinearKernel) -> frozenset[str]:
-        """Return the names of the operations that a kernel fuses in this layer. If the engine adds the bias, not activations."""
+        """Return the names of the operations that a kernel fuses in this layer. Activations and gating are excluded if the engine
+        adds the bias after the kernel."""
         fused = kernel.capabilities.fused
         return fused if self.bias is None or "bias" in fused else fused - {"activation", "gated"}
 
     @property
     def fuses_more(self) -> bool:
-        """True if a third party's CPU kernel may fuse operations around the GEMM; the operations are then passed to it."""
+        """True if a third party's CPU kernel may fuse operations around the GEMM. The operations are then passed to the
+        kernel."""
         return isinstance(self._compute, Buckets) and self.choice is not None and self.choice.fuses_more
 
     def bind_as(self, other: Linear) -> None:
@@ -314,10 +319,10 @@ class Linear:
         return self._transposed is not None
 
     def followed_by(self, rows: int) -> Linear:
-        """Move a dense weight to memory with `rows` additional rows of zeros. Return a layer over all rows, for the caller to
-        fill.
+        """Move a dense weight to memory with `rows` additional rows of zeros. Return a layer over all rows, whose additional rows
+        the caller fills.
 
-        Both layers share the memory.
+        Both layers use the same memory.
         """
         assert self.is_dense, "the rows of another weight are not laid out alike"
         weight, bias = self.weight, self.bias

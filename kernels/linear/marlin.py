@@ -2,8 +2,9 @@
 
 Marlin (Frantar et al. 2024, arXiv 2408.11743), as extended by vLLM, needs a repacked weight. Quantized values are passed to
 `gptq_marlin_repack` in GPTQ's format, in which a word holds adjacent columns of one weight row. Scales and zeros are permuted
-into the order in which a warp's threads use them. If scales change along a row, a thread uses rows at a distance of eight. With
-one scale per row, which is applied when results are stored, it uses pairs of adjacent rows at a distance of eight.
+into the order in which a warp's threads use them. If scales change along a row, a thread uses rows that are eight rows apart. If
+there is one scale per row, which is applied when results are stored, a thread uses pairs of adjacent rows that are eight rows
+apart.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GROUPS: Final = (32, 64, 128)
 _GROUPED: Final = [row + 8 * step for row in range(8) for step in range(8)]
 _WHOLE: Final = [2 * pair + row + 8 * step for pair in range(4) for step in range(4) for row in (0, 1)]
 _NIBBLES: Final = [0, 2, 4, 6, 1, 3, 5, 7]
-"""Order of 4-bit values in a word, because pairs of values are unpacked at once. For four bytes it is 0, 2, 1, 3 (_BYTES)."""
+"""Order of 4-bit values in a word, because pairs of values are unpacked at once. The order of four bytes in a word is _BYTES."""
 _BYTES: Final = [0, 2, 1, 3]
 
 
@@ -110,9 +111,8 @@ def scales_of(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def zeros_of(weight: QuantizedWeight) -> Tensor | None:
-    """Return zero points, int32 [K / group, N / 8], in Marlin's order for grouped scales whatever the group size. None means 8
-    for all groups.
-    """
+    """Return zero points, int32 [K / group, N / 8], in Marlin's order for grouped scales, regardless of the group size. None
+    means that the weight has no zero points."""
     if not isinstance(weight, Int4Weight) or weight.zeros is None:
         return None
     permuted = _permuted(weight.zeros.t(), _GROUPED)
@@ -144,7 +144,7 @@ _SCALED_PRODUCT, _ROWS, _BLOCKS = "cutlass_scaled_mm", "cutlass_scaled_mm_suppor
 
 
 class Cutlass(ScaledMM):
-    """FP8 GEMM by vLLM's `cutlass_scaled_mm`. x is rounded as for `torch._scaled_mm`; the weight keeps its layout."""
+    """FP8 GEMM by vLLM's `cutlass_scaled_mm`. x is rounded as for `torch._scaled_mm`, and the weight keeps its layout."""
 
     name = CUTLASS
     capabilities = LinearCapabilities(frozenset({"fp8"}), devices=DEVICES, fused=frozenset({"norm", "bias"}))
@@ -177,7 +177,7 @@ class Cutlass(ScaledMM):
         return support
 
     def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
-        """Compute the layer in one launch for x, one for the GEMM, and one for a bias with block scales."""
+        """Compute the layer in one launch that rounds x, one for the GEMM and, with block scales, one that adds a bias."""
         rows, blocks, bias = x.shape[0], weight.blocks, weight.bias
         y, x_scales = self.rounding(x, weight.group, norm)
         if not blocks:  # row scales allow any number of rows, and must be contiguous
@@ -254,7 +254,7 @@ class Marlin(FusedKernel):
         )
 
     def compute(self, x: Tensor, weight: MarlinWeight, out: Tensor | None = None) -> Tensor:
-        """Compute the layer in one launch, preceded by one that reorders columns if needed."""
+        """Compute the layer in one launch, preceded by a launch that reorders the columns of x if needed."""
         x = x if weight.order is None else x.index_select(1, weight.order)
         product: Tensor = self._operators[_PRODUCT](
             a=x,

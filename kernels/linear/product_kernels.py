@@ -2,11 +2,12 @@
 early.
 
 A program holds BLOCK_N complete rows of the weight, in chunks of BLOCK_K. It loads the first DEPTH chunks before it waits for x,
-so they arrive while the previous kernel still runs (PDL, see step_kernels.py). There is no split-K: a sum over K belongs to one
-program and has one order, whatever the number of rows.
-A fused RMSNorm needs no extra pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares), which
-is known when the sum is complete. QK-norm and rotary embedding (RoPE) need whole heads: the program that completes a head
-(programs count arrivals) reads it back and rotates it, which saves a launch.
+so that they arrive while the previous kernel still runs (PDL, see step_kernels.py). Split-K is not used: one program computes
+each sum over K, in the same order for any number of rows.
+
+A fused RMSNorm needs no extra pass over x. Its weight multiplies x, and the complete sum is multiplied by 1 / sqrt(mean of
+squares), which is known by then. QK-norm and rotary embedding (RoPE) need whole heads. Programs count arrivals, and the program
+that completes a head reads it back and rotates it, which saves a launch.
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ def few_rows(
 
 @triton.jit
 def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load a tile of the weight, with a mask only if needed. It is read once, so it need not stay in the cache."""
+    """Load a tile of the weight, with a mask only if needed. The tile is read once, so it need not stay in the cache."""
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         tile = tl.load(ptr + at, eviction_policy="evict_first")
     else:
@@ -278,7 +279,8 @@ def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexp
 def rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                      HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
-    """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the head."""
+    """Norm and rotate this program's head of q or k in all rows of y, if this program was the last to store some of the head's
+    columns."""
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0) * BLOCK_N // HEAD_DIM
     if head < HEADS + KV_HEADS:
@@ -301,15 +303,16 @@ def rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals
 
 
 MAX_ROWS = 16
-"""Maximum number of rows. It and the constants below were measured on an H200, against cuBLAS (docs/kernels.md)."""
+"""Maximum number of rows. This and the following constants were measured on an H200, against cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**24
-"""Maximum number of elements of the weight for several rows. Half of it applies to more than MAX_ROWS / 2 rows.
+"""Maximum number of weight elements with which the kernel runs several rows. With more than MAX_ROWS / 2 rows, the maximum is
+half of this.
 
-cuBLAS reads larger weights as fast or faster. With 16 rows on an H100, cuBLAS takes 16 us for 5120 x 2880 and for 2880 x 4096,
-and these kernels take 22 us, in a step of gpt-oss-20b, including the operations before and after the GEMM.
+cuBLAS is equally fast or faster for larger weights. In a step of gpt-oss-20b on an H100 with 16 rows, cuBLAS takes 16 us for 5120
+x 2880 and for 2880 x 4096, and these kernels take 22 us. These times include the operations before and after the GEMM.
 """
 HEAD_MULTIPLE = 16
-"""Number of weight rows that must divide the head dimension for fused RoPE."""
+"""Number of weight rows, of which the head dimension must be a multiple for fused RoPE."""
 DEVICES: Final = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 QUANTIZED: Final = frozenset(FORMATS) - {"plain"}
 T = TypeVar("T")
@@ -362,7 +365,7 @@ class ProductCase:
 
     @property
     def dot(self) -> Any:
-        """Operand type of tl.dot. The interpreter would multiply the raw bits of bfloat16, so float32 is used with it."""
+        """Operand type of tl.dot. float32 in Triton's interpreter, which would multiply the raw bits of bfloat16."""
         return tl.float32 if INTERPRETED else _TYPES[self.dtype]
 
     def constants(self, head_dim: int) -> dict[str, Any]:
@@ -389,7 +392,8 @@ class RotationArguments:
 
     def __init__(self, device: torch.device) -> None:
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """Number of counters -> int32 counters, zero between launches. Never freed, since captured graphs use their addresses."""
+        """Number of counters -> int32 counters, which are zero between launches. They are never freed, since captured graphs use
+        their addresses."""
 
     def __call__(
         self, rotated: tuple[Heads, Rope] | None, unused: T
@@ -451,9 +455,9 @@ class Gemv(TritonProducts):
     ) -> Tensor:
         """Return the layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-        norm: RMSNorm of x. activation: applied to the output, or if gated to its first half, which multiplies the second.
-            add_to: tensor to which the output is added, in place. rotated: q and k heads to be normed and rotated. out:
-            contiguous tensor for the output, unless add_to is given.
+        norm: RMSNorm of x. activation: function applied to the output or, if gated, to the first half of its columns, which is
+        then multiplied by the second half. add_to: tensor to which the output is added, in place. rotated: q and k heads to be
+        normed and rotated. out: contiguous tensor for the output, unless add_to is given.
         """
         rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, case.out_features)
@@ -480,9 +484,8 @@ class Gemv(TritonProducts):
 
 
 def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[FixedLauncher, int]:
-    """Return the kernel for a case, and its number of programs. block_m: number of rows, rounded up to a tensor-core size; 1
-    means no tensor cores.
-    """
+    """Return the kernel for a case, and its number of programs. block_m: number of rows, rounded up to a tile size of tensor
+    cores; 1 means that tensor cores are not used."""
     block_k = min(max(triton.next_power_of_2(case.in_features), 128), _BLOCK_K)
     chunks = triton.cdiv(case.in_features, block_k)
     constants = {**case.constants(HEAD_MULTIPLE), "BLOCK_K": block_k}

@@ -1,4 +1,4 @@
-"""Triton GEMM over quantized weights: its tiling with split_k, and its launch. The kernel is in quantized_kernels.py."""
+"""Triton GEMM over quantized weights: its tiling with split_k, and its launcher. The kernel is in quantized_kernels.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class QuantizedTiling:
 
 
 TilingRule = Callable[[WeightBytes, int, int, bool, int], QuantizedTiling]
-"""(weight, rows, out_features, gated, number of SMs) -> tiling"""
+"""(weight, rows, out_features, gated, number of SMs) -> tiling."""
 
 
 def quantized_tiling(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedTiling:
@@ -68,16 +68,15 @@ def quantized_tiling(weight: WeightBytes, rows: int, out_features: int, gated: b
 
 
 class InOrder:
-    """Reorders x, and the weight of the norm before a linear layer, to the order of a weight's columns."""
+    """Reorders x, and the weight of the norm before a linear layer, into the order of the columns of the layer's weight."""
 
     def __init__(self) -> None:
         self._norms: dict[Operand, tuple[Tensor, Tensor]] = {}
-        """Operand of each layer -> the norm weight before it, and a reordered copy of that weight."""
+        """Operand of each layer -> (weight of the norm before the layer, reordered copy of the norm's weight)."""
 
     def __call__(self, x: Tensor, norm: Norm | None, weight: Operand) -> tuple[Tensor, Tensor | None]:
-        """Return x and the norm's weight, unchanged if columns are in the order of the input features, otherwise reordered, which
-        takes one launch for x.
-        """
+        """Return x and the norm's weight in the order of the weight's columns. Both are unchanged if this is the order of the
+        input features. Otherwise, reordering x takes one launch."""
         order, plain = weight.order, None if norm is None else norm.weight
         if order is None:
             return x, plain
@@ -120,11 +119,10 @@ class TritonKernel(TritonProducts):
         self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """Number of counters -> int32 arrival counters, zero between launches. Never freed, since captured graphs use their
-        addresses.
-        """
+        """Number of counters -> int32 arrival counters, which are zero between launches. They are never freed, since captured
+        graphs use their addresses."""
         self._sums = cache(lambda count: torch.empty(count, device=device))
-        """Number of sums -> float32 scratch memory for split-K sums. Never freed, since captured graphs use its address."""
+        """Number of sums -> float32 scratch memory for split-K sums. It is never freed, since captured graphs use its address."""
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
@@ -163,7 +161,7 @@ class TritonKernel(TritonProducts):
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute the layer. The arguments are those of `Gemv.compute`."""
+        """Compute the layer. See `Gemv.compute` for the arguments."""
         rows, case = x.shape[0], ProductCase.of(x, weight, norm, gated, activation, add_to, rotated)
         (described, tensors), out_features = weight.weight, case.out_features
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, out_features)
@@ -233,4 +231,5 @@ _PROGRAMS = 2
 _FEW_SPAN, _FEW_CHUNK = 64, 256
 """Bytes per slice, and bytes of a row per chunk, for up to 16 rows of x."""
 _SHARED = 48 * 1024
-"""Approximate number of bytes in flight per program, with which four programs fit an SM's shared memory."""
+"""Approximate maximum number of bytes in flight per program. With this number, the shared memory of an SM is sufficient for four
+programs."""

@@ -1,13 +1,17 @@
 """Triton GEMM kernels over quantized weights with fused dequantize. With few rows, reading the weight takes most of the time.
 
-A program multiplies BLOCK_N rows of the weight, or with split_k (SPLITS) a part of each row. BLOCK_N must be large; otherwise,
-more bytes of x than of the weight would be read. With split-K, the last program to arrive adds the parts, in a fixed order. The
-next chunks are copied to shared memory during the computation, and unpacked on the way to the tensor cores, which compute W x^T:
-the weight is the operand in registers. Before x is available (PDL, see step_kernels.py), the program reads its first scales and
-prefetches its first chunks to L2. A chunk is divided along K into SLICES, which are distributed over the warps. A slice of a row
-has one scale, so unscaled values, exact in half precision, are multiplied, and scales multiply float32 sums. Values are scaled
-first only with groups of 32 columns. Two 4-bit values in a byte are half a group apart: one load gives two tiles, for two parts
-of x.
+A program multiplies BLOCK_N rows of the weight or, with split_k (SPLITS), a range of columns of these rows. BLOCK_N must be
+large; otherwise, more bytes of x than of the weight would be read. With split-K, the last program to arrive adds the partial
+sums, in a fixed order.
+
+The next chunks are copied to shared memory during the computation, and are unpacked on the way to the tensor cores. These compute
+W x^T, with the weight as the operand in registers. Before x is available (PDL, see step_kernels.py), the program reads its first
+scales and prefetches its first chunks to L2.
+
+A chunk is divided along K into SLICES, which are distributed over the warps. A slice of a row has one scale. So unscaled values,
+which are exact in half precision, are multiplied by x, and scales multiply the float32 sums. Values are scaled first only if
+groups have 32 columns. The two 4-bit values in a byte are half a group apart, so one load gives two weight tiles, each for a
+different range of x.
 """
 
 # Triton reads annotations at compile time, so they must not be deferred here.
@@ -172,7 +176,8 @@ def quantized_product(
 @triton.jit
 def _codes(weight_ptr, u, end, n, i, above, N: tl.constexpr, ROW: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
            SLICES: tl.constexpr):  # fmt: skip
-    """Load the slices u before `end` of rows n + above: bytes [SLICES, BLOCK_N, SPAN], or [BLOCK_N, SPAN] if SLICES is 1."""
+    """Load the slices u of rows n + above, up to slice `end`: bytes [SLICES, BLOCK_N, SPAN], or [BLOCK_N, SPAN] if SLICES is
+    1."""
     row = (n + above).to(tl.int64) * ROW
     if SLICES > 1:
         at = row[None, :, None] + (u[:, None] * SPAN + i[None, :])[:, None, :]
@@ -230,9 +235,8 @@ def _prefetch(weight_ptr, unit, end, n, ROW: tl.constexpr, SPAN: tl.constexpr, S
 @triton.jit
 def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
             HALF: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
-    """Load x^T [SLICES, SPAN, BLOCK_M] for the slices, times the norm's weight; return it with the updated sums of squares. Its
-    shape is [SPAN, BLOCK_M] if SLICES is 1.
-    """
+    """Load x^T [SLICES, SPAN, BLOCK_M] for the slices, and multiply it by the norm's weight. Return the result and the updated
+    sums of squares. x^T has shape [SPAN, BLOCK_M] if SLICES is 1."""
     if SLICES > 1:
         column = u[:, None] * SPAN + i[None, :]
     else:
@@ -298,7 +302,7 @@ def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF:
 
 @triton.jit
 def _spread(groups, codes):
-    """Expand one number per group [..., groups] to one per value [..., SPAN]."""
+    """Expand one number per group [..., groups] to one number per value [..., SPAN]."""
     SHAPE: tl.constexpr = groups.shape
     EACH: tl.constexpr = codes.shape[-1] // SHAPE[-1]
     if len(SHAPE) == 3:

@@ -1,10 +1,11 @@
 """Triton split_k GEMM over dense weights for 9 to 128 rows, on tensor cores, with fused operations after it.
 
 At these sizes, latencies matter more than bandwidth. So programs start while the previous kernel still runs (PDL, see
-step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K): each stores its part,
-and the last to arrive adds them, in a fixed order.
-SWAPPED: up to 16 rows of x are the columns of a tile, and rows of W are its rows. The tensor cores take 64 rows of W and 8 or
-more of x, and read W from shared memory as it was copied.
+step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K). Each of them stores its
+partial sums, and the last program to arrive adds the partial sums in a fixed order.
+
+With SWAPPED, the rows of a tile are rows of W, and its columns are up to 16 rows of x. The tensor cores then process 64 rows of W
+and 8 or more rows of x, and read W from shared memory in the layout in which it was copied.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def _multiplied(x, weight, sums, SWAPPED: tl.constexpr):
 @triton.jit
 def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
             ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """Apply bias and activation to complete sums, and store them to y. n: output features, as columns or (SWAPPED) rows."""
+    """Apply bias and activation to complete sums, and store them to y. n: output features, which are columns of the tile, or rows
+    if SWAPPED."""
     if BIAS:
         gate += tl.load(bias_ptr + n).to(tl.float32)
     if GATED:
@@ -141,9 +143,9 @@ def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.conste
 
 
 MAX_ROWS = 128
-"""Maximum number of rows. It and the constants below were measured on an H200, against cuBLAS (docs/kernels.md)."""
+"""Maximum number of rows. This and the following constants were measured on an H200, against cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**23
-"""Maximum number of elements of the weight. cuBLAS reads larger weights just as fast."""
+"""Maximum number of elements of the weight. cuBLAS is equally fast for larger weights."""
 MOST_SWAPPED = 16
 """Maximum number of rows for SWAPPED tiles, which are used for weights of up to twice MAX_WEIGHT elements.
 
@@ -151,7 +153,8 @@ With 16 rows on an H100, for 5120 x 2880 and 2880 x 4096, `few_rows` takes 22 to
 these weights takes 9.7 and 7.7 us.
 """
 BUSY = 0.7
-"""Programs per SM that keep the GPU busy. Tiles become smaller, and sums are split, until there are this many."""
+"""Number of programs per SM that keeps the GPU busy. Tiles are made smaller, and sums are split, until there are enough
+programs."""
 _BLOCK_M, _BLOCK_N = 64, 64
 """Rows and columns of the largest tiles."""
 _WARPS = 4
@@ -183,7 +186,8 @@ def swapped_tiling_for(rows: int, out_features: int, in_features: int, multiproc
 
 @cache
 def tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
-    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if it is not supported."""
+    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features], or None if the kernel does not support the
+    shape."""
     tiles_m = -(-rows // _BLOCK_M)
     wanted = BUSY * multiprocessors
     block_n = 64 if out_features % 64 == 0 and out_features // 64 * tiles_m >= wanted else 32
@@ -214,9 +218,8 @@ class Tiles(TritonProducts):
         self._launcher = cache(partial(_launcher, device))
         self._sums = cache(lambda count: torch.empty(count * _BLOCK_M * _BLOCK_N, device=device))
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
-        """int32 arrival counters, zero between launches. Like the sums, they are never freed, since captured graphs use their
-        addresses.
-        """
+        """Number of counters -> int32 arrival counters, which are zero between launches. Like the memory for split-K sums, they
+        are never freed, since captured graphs use their addresses."""
 
     def runs(self, rows: int) -> bool:
         """Return whether there is a tiling for the weight and this number of rows."""
@@ -242,8 +245,9 @@ class Tiles(TritonProducts):
     ) -> Tensor:
         """Return the layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
 
-        activation: applied to the output, or if gated to its first half, which multiplies the second. add_to: tensor to which
-            the output is added, in place. out: contiguous tensor for the output, unless add_to is given.
+        activation: function applied to the output or, if gated, to the first half of its columns, which is then multiplied by the
+        second half. add_to: tensor to which the output is added, in place. out: contiguous tensor for the output, unless add_to
+        is given.
         """
         rows, in_features = x.shape
         case = ProductCase.of(x, weight, None, gated, activation, add_to, None)
@@ -267,7 +271,7 @@ class Tiles(TritonProducts):
         return y
 
     def _workspace(self, grid: tuple[int, int, int], parts: int) -> tuple[Tensor, Tensor]:
-        """Return scratch memory for split-K sums, and arrival counters. Both are small, since only few tiles are split."""
+        """Return scratch memory for split-K sums, and arrival counters. Both are small, since few tiles are split."""
         tiles, splits, tiles_m = grid
         count = tiles * tiles_m * splits * parts if splits > 1 else 0
         return self._sums(count), self._arrivals(count)

@@ -3,14 +3,18 @@
 
 Rows with different adapters may be mixed in any order. A program of `shrink_rows` handles one slot: tensor cores multiply a tile
 of rows by the slot's A, and only that slot's rows are loaded and stored. This costs nothing if memory bandwidth is the limit (the
-scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with tensor cores instead of a GEMV per row). A program that expands handles
-several slots in one GEMM: a row's sums are in the columns of its own slot, and the columns of other slots are zero. Zeros do not
-change a sum's bits, so a row's result depends neither on the other rows nor on the index of its slot. PDL: see
-kernels/step/step_kernels.py. No kernel writes slots and weights, so they are loaded before the wait. `expand_rows` also loads the
-linear layer's output before the wait if `shrink_rows`, which has waited for that output, ran in between. If `norm_and_shrink` ran
-before the linear layer instead (NORMED), `expand_rows` must wait for the output. If the A of all slots follows the linear layer's
-weight (BEHIND), the layer's GEMM also computes x A^T, and no shrink kernel is launched. A row then uses the columns of its slot,
-which follow the layer's own columns.
+scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with tensor cores instead of a GEMV per row).
+
+A program that expands handles several slots in one GEMM. The sums of a row are in the columns of the row's slot, and the columns
+of other slots are zero. Zeros do not change a sum's bits, so a row's result depends neither on the other rows nor on the index of
+its slot.
+
+No kernel writes slots and weights, so they are loaded before the wait (PDL, see kernels/step/step_kernels.py). `expand_rows` also
+loads the linear layer's output before the wait if `shrink_rows`, which has waited for that output, ran in between. If
+`norm_and_shrink` ran before the linear layer instead (NORMED), `expand_rows` must wait for the output.
+
+If the A of all slots follows the linear layer's weight (BEHIND), the layer's GEMM also computes x A^T, and no shrink kernel is
+launched. A row then uses the columns of its slot, which follow the layer's own columns.
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ def shrunk(
 ):
     """Store one split's sums for the rows m of one slot. `mine` marks these rows.
 
-    NORM: rows are not normed yet. The sums are those of x times the norm's weight, and the sums of squares, by which `low_sums`
-    divides, are stored too.
+    NORM: True if rows are not normed yet. The sums are then over x times the norm's weight. The sums of squares are stored too,
+    because `low_sums` needs them to apply the norm's factor.
     """
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = split * SPLIT_K + tl.arange(0, BLOCK_K)
@@ -132,7 +136,8 @@ def norm_and_shrink(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm rows before a linear layer, and compute `shrink_rows` of the normed rows, by separate programs of one launch.
+    """Norm rows before a linear layer, and compute `shrink_rows` of the normed rows, in one launch. Different programs norm and
+    shrink.
 
     Grid (rows + tiles of rows * slots * splits of K * tiles of N): the first programs norm one row each.
     """
@@ -181,7 +186,8 @@ def wide_b(
     TOGETHER: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Load B [TOGETHER * RANKS, BLOCK_N] of the slots from `first` on that a row uses: columns n < LAST, ranks from r on."""
+    """Load B [TOGETHER * RANKS, BLOCK_N] of TOGETHER slots, beginning with slot `first`: columns n < LAST, and ranks beginning
+    with r. Slots that no row uses are zero."""
     column = tl.arange(0, TOGETHER * RANKS)
     slot = first + column // RANKS
     # One bit for each slot that a row uses. This shows the compiler that all ranks of a slot have the same mask, so that it
@@ -209,10 +215,11 @@ def low_sums(
     NORMED: tl.constexpr,
     BEHIND: tl.constexpr,
 ):
-    """Load [BLOCK_M, RANKS]: sums from column `first` on for rows m with an adapter, and zeros for the other rows.
+    """Load [BLOCK_M, RANKS]: sums in columns beginning with `first` for rows m with an adapter, and zeros for the other rows.
 
     NORMED: row length if the rows' RMSNorm factor is still to be applied; 0 means that the sums are final. BEHIND: number of the
-    linear layer's own columns, if the sums of all slots follow them; 0 means that the sums are float32 [SPLITS, rows, WIDTH].
+    linear layer's own columns, if the sums of all slots follow these columns; 0 means that the sums are float32 [SPLITS, rows,
+    WIDTH].
     """
     live = (slots >= 0)[:, None]
     column = first + tl.arange(0, RANKS)[None, :]
@@ -233,7 +240,8 @@ def low_sums(
 
 @triton.jit
 def in_own_columns(low, slots, first, TOGETHER: tl.constexpr, RANKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return [BLOCK_M, TOGETHER * RANKS]: each row's sums in the columns of its slot, and zeros in the other columns."""
+    """Return [BLOCK_M, TOGETHER * RANKS]: the sums of each row in the columns of the row's slot, and zeros in the other
+    columns."""
     own = slots[:, None] == (first + tl.arange(0, TOGETHER))[None, :]
     return tl.reshape(tl.where(own[:, :, None], low[:, None, :], 0.0), [BLOCK_M, TOGETHER * RANKS])
 
@@ -265,9 +273,9 @@ def expanded(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, which belong to one module.
+    """Return float32 [BLOCK_M, BLOCK_N]: the adapters' contribution to rows m and columns n < LAST, which belong to one module.
 
-    b: result of `wide_b` from slot 0 and rank 0 on, which often covers everything.
+    b: result of `wide_b` beginning with slot 0 and rank 0, which often includes all slots and ranks.
     """
     added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for r in tl.static_range(0, RANK, RANKS):

@@ -18,13 +18,14 @@ from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.lora.folder import AdapterFolder, LowRank, check_targets, read_folder
 
 FEWEST_ROWS = 8
-"""Minimum ratio of weight rows to rows of A for appending A to the weight. Each step with an adapter multiplies all rows of A."""
+"""Minimum ratio of the weight's rows to the rows of A with which A is appended to the weight. Each step with an adapter
+multiplies all rows of A."""
 _STD = 0.02
 """Standard deviation of random adapters: small, so that they change outputs little."""
 
 
 class ModuleRows(NamedTuple):
-    """Rows of a merged linear layer that belong to one of its modules."""
+    """Range of a merged linear layer's rows that belongs to one of its modules."""
 
     start: int
     end: int
@@ -43,7 +44,7 @@ class AdaptedProduct:
     b: Tensor
     """[slots, out_features, rank], multiplied by the adapter's scale."""
     parts: Sequence[ModuleRows]
-    """Rows of the linear layer by module, in order."""
+    """Row ranges of the linear layer's modules, in order."""
     joined: Linear | None = None
     """Linear layer [out_features + slots * modules * rank, in_features]: the weight followed by the A of every slot.
 
@@ -56,7 +57,7 @@ class AdaptedProduct:
         return self.b.shape[2]
 
     def joined_slots(self, slots: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each of the slots with the rows of `joined` that contain the slot's A."""
+        """Yield each of the given slots, and the rows of `joined` that contain the slot's A."""
         assert self.joined is not None
         assert isinstance(self.joined.weight, Tensor)
         appended = self.joined.weight[self.out_features :].view(self.a.shape)
@@ -80,14 +81,14 @@ class AdapterInMemory(NamedTuple):
 
     digest: bytes
     flat: Tensor
-    """[elements of a slot]: matrices of the adapter, on the host."""
+    """[elements of a slot]: the adapter's matrices, on the host."""
 
 
 class AdapterBank:
     """Adapters of one decoder on one rank; see `ModelAdapters`.
 
-    A slot is contiguous memory, so that an adapter is loaded in one copy. Each linear layer's A and B have fixed places in a
-    slot.
+    A slot is contiguous memory, so that an adapter is loaded in one copy. The A and B of each linear layer have the same
+    positions in every slot.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class AdapterBank:
         self._join(range(self.num_slots))
 
     def _join(self, slots: Iterable[int]) -> None:
-        """Copy the A of slots into the rows after the weights."""
+        """Copy the A of the given slots into the rows of `joined` that follow the weight."""
         for product in self.products.values():
             if product.joined is not None:
                 for slot, rows in product.joined_slots(slots):
@@ -157,7 +158,7 @@ class AdapterBank:
     def read(self, request: LoRARequest) -> AdapterInMemory:
         """Read an adapter. With several ranks, only this rank's shard is read.
 
-        :raises ConfigError: if the adapter is not supported. The message says what is not supported, and why.
+        :raises ConfigError: if the adapter is not supported. The message gives the reason.
         """
         folder = self._of_this_model(read_folder(request))
         if folder.rank > self.max_rank:
@@ -177,7 +178,7 @@ class AdapterBank:
         return AdapterInMemory(b"drawn %d" % seed, flat.normal_(0, _STD, generator=draw))
 
     def _of_this_model(self, folder: AdapterFolder) -> AdapterFolder:
-        """Return the adapter with the model's module names. The names may have another prefix in the adapter."""
+        """Return the adapter with the model's module names. The names in the adapter may have a different prefix."""
         by_end = {module[module.find("layers.") :]: module for module in self.modules if "layers." in module}
         renamed = {}
         for module, low_rank in folder.low_ranks.items():
@@ -187,7 +188,8 @@ class AdapterBank:
 
 
 def _sizes(linear: Linear, origin: ProductOrigin, rank: int) -> tuple[int, int]:
-    """Return the number of elements of a linear layer's A, and of its B, in a slot. A and B start at multiples of 16 bytes."""
+    """Return the number of elements that a linear layer's A, and its B, take in a slot. A and B start at multiples of 16
+    bytes."""
     return _rounded(len(origin.modules) * rank * linear.in_features), _rounded(linear.out_features) * rank
 
 
@@ -234,7 +236,7 @@ def _fill(origin: ProductOrigin, folder: AdapterFolder, a: Tensor, b: Tensor) ->
 
 
 def _held(axis: Axis) -> Tensor | None:
-    """Return the indices along an axis that the rank holds. None means all."""
+    """Return the indices along an axis that the rank holds. None means all indices."""
     return None if axis.is_whole else torch.tensor(axis.pick(range(axis.whole)))
 
 

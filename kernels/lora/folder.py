@@ -1,4 +1,5 @@
-"""Reader of LoRA adapter folders written by peft. Its errors name everything that Headway's decoders do not support."""
+"""Reader of LoRA adapter folders written by peft. Error messages name every adapter feature that Headway's decoders do not
+support."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _OTHERS: Final = {
     "modules_to_save": "adapters alone, got a module that was trained whole (modules_to_save)",
     ".bias": "products without biases of their own, got one that was trained (bias or lora_bias)",
 }
-"""Part of an unsupported tensor's name -> texts of what is needed and what was got."""
+"""Part of an unsupported tensor's name -> texts for the error message: the supported adapters, and the unsupported feature that
+was found."""
 _REFUSED: Final = {
     "use_dora": "DoRA, whose magnitudes depend on the merged weights",
     "lora_bias": "biases beside the products of low rank",
@@ -45,9 +47,9 @@ _REFUSED: Final = {
     "arrow_config": "a router over adapters (Arrow)",
     "kasa_config": "singular values beside the products of low rank (KaSA)",
 }
-"""peft option that makes an adapter unsupported unless it is off -> meaning of the option, for messages."""
+"""peft option that makes an adapter unsupported if it is enabled -> meaning of the option, for error messages."""
 _CHANGED_BASES: Final = ("pissa", "olora", "corda", "lora_ga")
-"""Prefixes of init_lora_weights that change the base model's weights too."""
+"""Prefixes of values of init_lora_weights with which peft changes the base model's weights too."""
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _MAX_RANK: Final = 4096
 _MAX_ALPHA: Final = 1e9
@@ -72,7 +74,7 @@ class AdapterFolder:
     low_ranks: Mapping[str, LowRank]
     """Module name in the base model's checkpoint -> update of the module."""
     targets: Sequence[str]
-    """Suffixes of the module names that the adapter declares. Empty if it does not declare any."""
+    """Suffixes of the module names that the adapter declares as targets. Empty if the adapter declares none."""
     all_layers: bool
     """True if the adapter covers every layer."""
     digest: bytes
@@ -87,7 +89,8 @@ class AdapterFolder:
 def read_folder(request: LoRARequest) -> AdapterFolder:
     """Read an adapter.
 
-    :raises ConfigError: if the folder is not a peft adapter, or the kind of adapter is not supported. The message says which.
+    :raises ConfigError: if the folder is not a peft adapter, or the kind of adapter is not supported. The message gives the
+    reason.
     """
     name, folder = f"adapter {request.lora_name}", _found(request)
     config = _config(name, folder)
@@ -111,7 +114,7 @@ def read_folder(request: LoRARequest) -> AdapterFolder:
 
 
 def _found(request: LoRARequest) -> Path:
-    """Return the folder of an adapter, which is given as a path or a hub ID."""
+    """Return the folder of a requested adapter. The request gives a path or a hub ID."""
     name = f"adapter {request.lora_name}"
     try:
         path = Path(request.lora_path).expanduser()
@@ -205,9 +208,9 @@ def _tensors(name: str, folder: Path) -> Mapping[str, Tensor]:
 
 
 def _module_of(name: str, stored: str) -> tuple[str, str]:
-    """Return the name of a tensor's module, and the tensor's half (A or B) of the update.
+    """Return the module name of a stored tensor, and the half of the LoRA update (A or B) that the tensor contains.
 
-    :raises ConfigError: if the tensor is of a different kind.
+    :raises ConfigError: if the tensor is neither an A nor a B matrix of a LoRA update.
     """
     found = _HALF.fullmatch(stored)
     if found is not None and "modules_to_save" not in stored:
@@ -254,7 +257,7 @@ def check_targets(folder: AdapterFolder, modules: Iterable[str]) -> None:
     """Check an adapter's modules against a model.
 
     modules: names of the modules in the model's linear layers.
-    :raises ConfigError: if the model does not have a module, or a tensor is missing.
+    :raises ConfigError: if the model lacks one of the adapter's modules, or the adapter lacks a tensor that it declares.
     """
     known = set(modules)
     kinds = sorted({module.rpartition(".")[2] for module in known})

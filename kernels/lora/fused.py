@@ -19,32 +19,33 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Norm
 
 _BLOCK_M = 64
-"""Rows per tile for any number of rows, so that a row's bits do not depend on that number."""
+"""Number of rows per tile. It is the same for any number of rows, so that a row's bits do not depend on the batch."""
 _MOST_SPLITS = 16
 _FEWEST_COLUMNS = 512
-"""Minimum columns per program of `shrink_rows`: with few rows, only slots and splits fill the GPU."""
+"""Minimum number of columns per program of `shrink_rows`. With few rows, only the slots and the splits of a row provide enough
+programs to fill the GPU."""
 _MOST_SHRUNK = 64
 _WIDE = 128
-"""Number of columns that one GEMM of `expand_rows` sums over: ranks of several slots, or a part of one slot's ranks."""
+"""Number of columns that one GEMM of `expand_rows` sums over: the ranks of several slots, or some of the ranks of one slot."""
 _BLOCK_N = 64
 _BLOCK_K = 128
 _LONGEST = 8192
 """Maximum number of elements in a row that one program norms."""
 _FEWEST = 16
-"""Minimum columns per program."""
+"""Minimum number of output columns per program of the kernels that expand."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class FusedAdditions:
-    """LoRA additions by Triton kernels. No call synchronises or reads values on the host, so CUDA graphs can capture them.
+    """LoRA additions by Triton kernels. No call synchronises or reads values on the host, so CUDA graphs can capture all calls.
 
-    Split-K depends only on a linear layer's shape, so a row's bits are the same in any batch.
+    The number of splits over K depends only on a linear layer's shape, so a row's bits are the same in any batch.
     """
 
     def __init__(self, device: torch.device, bank: AdapterBank) -> None:
         """Prepare the launches.
 
-        :raises ModelError: if the modules of a linear layer do not start at multiples of a program's columns.
+        :raises ModelError: if the modules of a linear layer do not start at multiples of 16 rows.
         """
         self._device = device
         self._sums = Workspace(device)
@@ -108,7 +109,8 @@ class FusedAdditions:
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
     ) -> Tensor | None:
-        """Add in the same number of launches as `add`. None if modules do not start at multiples of a program's columns."""
+        """Add the adapters' output to gate and up and activate, in the same number of launches as `add`. Return None if modules
+        do not start at multiples of a program's columns."""
         rows, size, block = x.shape[0], product.out_features // 2, self._blocks[product][1]
         if block < _FEWEST:
             return None
@@ -121,7 +123,8 @@ class FusedAdditions:
     def _launch_gated(
         self, product: AdaptedProduct, low: Shrunk, both: Tensor, slots: Tensor, activation: Activation, y: Tensor
     ) -> None:
-        """Launch `expand_gated`. low: its sums may be `both` itself, in which they follow the linear layer's columns."""
+        """Launch `expand_gated`. low: if `low.sums` is `both`, each row of `both` contains the sums after the linear layer's
+        columns."""
         (rows, size), block = y.shape, self._blocks[product][1]
         launch = self._launcher("gated", product, low.normed, both.dtype, block, activation, joined=low.sums is both)
         modules = self._modules_of(product, block, size)
@@ -139,7 +142,7 @@ class FusedAdditions:
         )
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """Add the adapters' output in one launch."""
+        """Return the linear layer's output plus the adapters' output, in one launch."""
         rows, block = both.shape[0], self._blocks[product][0]
         y = torch.empty(rows, product.out_features, dtype=both.dtype, device=self._device) if add_to is None else add_to
         if rows:
@@ -151,7 +154,8 @@ class FusedAdditions:
         return y
 
     def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """Add and activate in one launch. None if modules do not start at multiples of a program's columns."""
+        """Add the adapters' output and activate, in one launch. Return None if modules do not start at multiples of a program's
+        columns."""
         rows, size = both.shape[0], product.out_features // 2
         if self._blocks[product][1] < _FEWEST:
             return None
@@ -182,7 +186,8 @@ class FusedAdditions:
         activation: Activation | None,
         joined: bool = False,
     ) -> FixedLauncher:
-        """Return the launcher of a kernel that expands. joined: True if the sums follow the linear layer's columns."""
+        """Return the launcher of a kernel that expands. joined: True if each row contains the sums after the linear layer's
+        columns."""
         tiling = _tiling_of(product)
         key = kind, product.out_features, tiling, product.b.stride(0), dtype, block, activation, normed, joined
         launch = self._launchers.get(key)
@@ -208,7 +213,11 @@ class FusedAdditions:
         return launch
 
     def _modules_of(self, product: AdaptedProduct, block: int, size: int) -> Tensor:
-        """Return int32: module of each block of columns. With gate and up of `size` columns each, up's blocks come second."""
+        """Return the index of the module to which each block of columns belongs, int32.
+
+        size: number of columns of the output. For gate and up, it is the number of columns of each half, and the blocks of up
+        follow the blocks of gate.
+        """
         key = product, size
         known = self._modules.get(key)
         if known is None:
@@ -219,7 +228,8 @@ class FusedAdditions:
 
 
 def _dot(dtype: torch.dtype) -> dict[str, object]:
-    """Return constants with the types of tl.dot. float32 stays exact; the interpreter would multiply the raw bits of bfloat16."""
+    """Return compile-time constants for tl.dot. float32 operands stay exact, and the interpreter uses float32 because it would
+    multiply the raw bits of bfloat16."""
     return {"DOT": tl.float32 if INTERPRETED else _TYPES[dtype], "PRECISION": "ieee"}
 
 
@@ -230,9 +240,9 @@ class _ShrinkTiling(NamedTuple):
     width: int
     """Number of rows of A: modules * rank."""
     split: int
-    """Columns per program (split-K)."""
+    """Number of columns per program (split-K)."""
     block: int
-    """Rows of A per program."""
+    """Number of rows of A per program."""
 
     @property
     def splits(self) -> int:
@@ -255,13 +265,14 @@ def _tiling_of(product: AdaptedProduct) -> _ShrinkTiling:
 
 
 def _shrink_sizes(product: AdaptedProduct, tiling: _ShrinkTiling) -> dict[str, object]:
-    """Return the compile-time constants of the kernels that shrink."""
+    """Return the compile-time constants of the kernels that compute x A^T."""
     tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": tiling.block, "BLOCK_K": min(_BLOCK_K, tiling.split)}
     return {"SLOT_STRIDE": product.a.stride(0), "N": tiling.width, "K": tiling.in_features, "SPLIT_K": tiling.split, **tile}
 
 
 def _block_n(product: AdaptedProduct) -> tuple[int, int]:
-    """Return the number of columns per program for `expand_rows`, and for `expand_gated`. They must belong to one module.
+    """Return the number of columns per program for `expand_rows` and for `expand_gated`. All columns of a program must belong to
+    one module.
 
     :raises ModelError: if modules do not start at multiples of 16 rows.
     """

@@ -1,4 +1,4 @@
-"""A decoder's operations with LoRA adapters, which are added between a linear layer and the operation after it."""
+"""Decoder operations with LoRA adapters. An adapter's output is added between a linear layer and the next operation."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ log = logging.getLogger("headway")
 
 
 RANK_MULTIPLE = 16
-"""Number of columns that a tensor-core instruction sums over. Ranks are rounded up to a multiple of it."""
+"""Number of columns that a tensor-core instruction sums over. Ranks are rounded up to a multiple of this number."""
 
 
 class Additions(Protocol):
-    """Adds outputs of rows' adapters to linear layers. Methods with a body are defaults that leave the work to `Operations`."""
+    """Interface for adding the output of each row's adapter to a linear layer. Methods with a body are defaults that leave the
+    work to `Operations`."""
 
     def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
-        """Norm x before a linear layer, and compute the first half of the adapters' additions. None leaves it to `Operations`."""
+        """Norm x before a linear layer, and compute the first half of the adapters' additions. A result of None leaves both to
+        `Operations`."""
         return None
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
         """Return y [rows, out_features] plus (x A^T) B^T of each row's slot, in place. Rows without a slot stay unchanged.
 
-        x: [rows, in_features], contiguous, the linear layer's input. slots: int32 [rows]. low: result of `normed`, if that has
-        run.
+        x: [rows, in_features], contiguous, the linear layer's input. slots: int32 [rows]. low: result of `normed`, if `normed`
+        has run.
         """
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """Return the linear layer's output [rows, out_features] plus adapters, added in place to `add_to` if given.
+        """Return the linear layer's output [rows, out_features] plus the adapters' output. The sum is added in place to `add_to`
+        if given.
 
         both: output of `AdaptedProduct.joined`: x W^T, followed by x A^T in the same rows.
         """
@@ -55,7 +58,7 @@ class Additions(Protocol):
     ) -> Tensor | None:
         """Add adapters to gate and up, and return activation(gate) * up. both: [rows, out_features], gate before up.
 
-        Returns None, with nothing added, to leave this to `Operations`.
+        Return None, without adding anything, to leave the operation to `Operations`.
         """
         return None
 
@@ -64,7 +67,8 @@ class PlainAdditions(Additions):
     """Additions by torch, only to rows with an adapter. The host reads the rows' slots, so CUDA graphs cannot capture them."""
 
     def __init__(self, tile_rows: int | None = None) -> None:
-        """Prepare the additions. tile_rows: rows per GEMM in deterministic mode (see `InvariantOperations`); None means any."""
+        """Prepare the additions. tile_rows: number of rows per GEMM in deterministic mode (see `InvariantOperations`). None means
+        that the number of rows may vary."""
         self._tile_rows = tile_rows
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: object = None) -> Tensor:
@@ -104,16 +108,15 @@ class PlainAdditions(Additions):
 class AdaptedOperations:
     """Decoder operations that add the adapters of a bank.
 
-    If no row has an adapter, the inner operations are used unchanged. Otherwise, a linear layer is computed separately, with the
-    inner norm before it and the inner activation or rotary embedding after it, and adapters are added in between: they read the
-    linear layer's input, and the activation reads the sum. All rows of a step take this path. A row without an adapter therefore
-    has the same bits as with the inner operations, unless these fuse operations without rounding between them.
+    If no row has an adapter, the inner operations are used unchanged. Otherwise, the inner norm, the linear layer, and the inner
+    activation or rotary embedding run separately. Adapters read the linear layer's input, and the activation reads the sum of
+    both outputs. All rows of a step are computed in this way. A row without an adapter therefore has the same bits as with the
+    inner operations, unless these fuse operations without rounding between them.
     """
 
     def __init__(self, inner: Operations, bank: AdapterBank, additions: Additions, always: bool = False) -> None:
-        """Wrap `inner`. additions: implementation for the device. always: True to use the adapters' path in every step, so that
-        bits do not depend on the choice of path.
-        """
+        """Wrap `inner`. additions: implementation for the device. always: True to compute every step as if a row had an adapter,
+        so that a row's bits do not depend on whether other rows have adapters."""
         self._inner = inner
         self._bank = bank
         self._additions = additions
@@ -140,7 +143,8 @@ class AdaptedOperations:
         return self._inner.linear_choices(products)
 
     def _adapted(self, x: Tensor, linear: Linear) -> tuple[AdaptedProduct, Tensor] | None:
-        """Return a layer's slots and each row's slot. None if no row has an adapter, or the layer does not support adapters."""
+        """Return a layer's adapter weights and each row's slot. None if no row has an adapter, or the layer does not support
+        adapters."""
         product = self._bank.products.get(linear)
         if product is None:
             return None
@@ -159,7 +163,7 @@ class AdaptedOperations:
         return self._additions.normed(x, norm, product, slots) or (self._inner.norm(x, norm), None)
 
     def _added(self, x: Tensor, norm: Norm | None, linear: Linear, adapted: tuple[AdaptedProduct, Tensor]) -> Tensor:
-        """Compute a linear layer of x, normed first if needed, and add adapters."""
+        """Compute a linear layer of x and add adapters. x is normed first if needed."""
         product, slots = adapted
         if product.joined is not None:
             return self._additions.joined(self._both(x, norm, product.joined), product, slots)
@@ -167,7 +171,7 @@ class AdaptedOperations:
         return self._additions.add(self._inner.product(normed, linear), normed, product, slots, low)
 
     def _both(self, x: Tensor, norm: Norm | None, joined: Linear) -> Tensor:
-        """Compute a linear layer of x, normed first if needed, joined with the A of every slot."""
+        """Compute a linear layer joined with the A matrices of all slots. x is normed first if needed."""
         return self._inner.product(x if norm is None else self._inner.norm(x, norm), joined)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -224,7 +228,8 @@ class AdaptedOperations:
         return self._additions.add(self._inner.add_product(residual, x, linear), x, product, slots)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """Return residual + linear layers plus adapters. Layers are added one by one if any of them has adapters."""
+        """Return residual + outputs of the linear layers plus adapters. The outputs are added one by one if any layer has
+        adapters."""
         if all(self._adapted(x, linear) is None for x, linear in terms):
             return self._inner.add_products(residual, terms)
         return add_one_by_one(self, residual, terms)
@@ -233,9 +238,10 @@ class AdaptedOperations:
 def adapted_operations(
     inner: Operations, linears: Iterable[Linear], slots: AdapterSlots, dtype: torch.dtype, tile_rows: int | None
 ) -> tuple[Operations, AdapterBank]:
-    """Return operations for rows with adapters, which wrap `inner`, and the bank, with its slots allocated.
+    """Return operations that wrap `inner` and add adapters, and the adapter bank, whose slots are allocated.
 
-    linears: the decoder's linear layers. tile_rows: rows of every GEMM in deterministic mode; None means any.
+    linears: the decoder's linear layers. tile_rows: number of rows of every GEMM in deterministic mode. None means that the
+    number of rows may vary.
     :raises ModelError: if a GPU has no Triton, or no linear layer supports adapters.
     """
     adaptable = [linear for linear in linears if linear.origin is not None]

@@ -1,4 +1,5 @@
-"""Compiled libraries of third parties: search without importing, a trial in a child process, and operators bound by name."""
+"""Compiled third-party libraries: search without importing, a trial in a child process, and operators whose arguments are bound
+by name."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class BoundOperator:
     place: dict[str, int]
     """Name by which the caller passes an argument -> position of the argument."""
     at_rest: tuple[Any, ...]
-    """Default value for each position: the declared default, or a value that disables the argument."""
+    """Value for each position if the argument is not given: the declared default, or a value that disables the argument."""
 
     @classmethod
     def of(
@@ -46,7 +47,7 @@ class BoundOperator:
         """Bind an operator by its schema.
 
         needed: names of arguments that the operator must have. given: names of arguments that the caller always passes if the
-        operator has them. at_rest: values that disable arguments without a declared default; optional arguments are disabled by
+        operator has them. at_rest: values that disable arguments without a declared default. Optional arguments are disabled by
         None. other_names: map from a release's argument name to the caller's name.
         :raises BackendError: if a needed argument is missing, or the operator requires an argument that Headway does not know.
         """
@@ -109,7 +110,7 @@ class LibraryCandidate:
 
 @dataclass(frozen=True, slots=True)
 class LibrarySearch:
-    """Search for one compiled library: the places to look in, and the trial of each library found there."""
+    """Search for one compiled library: the packages that may contain the library, and the trial of each library found."""
 
     name: str
     """Name of the library, for messages and for the file of cached verdicts."""
@@ -157,8 +158,9 @@ class LibrarySearch:
     def first(self, what: str, need: str, load: Callable[[LibraryCandidate, str], T]) -> tuple[T | None, Support]:
         """Return the result of `load` for the first library that works, or (None, the reason why each library failed).
 
-        what, need: names of the library and of the requirement, for messages. load: called with the namespace that the child
-        process reported. It may raise OSError or BackendError if this process has loaded another build with the same name.
+        what, need: names of the library and of the requirement, for messages. load: called with a candidate and the namespace
+        that the child process reported. `load` may raise OSError or BackendError if this process has loaded another build with
+        the same name.
         """
         refused = YES
         for candidate in self.candidates():
@@ -201,7 +203,7 @@ def _folders(package: str) -> list[Path]:
 
 
 def ask(command: Sequence[str]) -> dict[str, str]:
-    """Run the child process and return its verdict. The verdict of a crash or a timeout is {"error": ...}."""
+    """Run the child process and return its verdict, which is {"error": ...} if the child crashes or does not answer in time."""
     try:
         with Child(command) as child:
             return {str(name): str(text) for name, text in child.answer(SECONDS).items()}

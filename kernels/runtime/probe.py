@@ -1,4 +1,4 @@
-"""Capability checks: library functions (found by importing them, not by version numbers), and the GPU's compute capability."""
+"""Capability checks for library functions and for the GPU. Functions are found by importing them, not by version numbers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) ->
 def declares(module: str, name: str, hint: str, parameters: Collection[str]) -> Support:
     """Return whether a module's source declares a function with these parameters, without importing the module.
 
-    This is for modules whose import is slow: torch.nn.attention.varlen imports torch's compiler, which takes 0.5 to 1 s at each
-    start.
+    This function is for modules whose import is slow. For example, torch.nn.attention.varlen imports torch's compiler, which
+    takes 0.5 to 1 s in each process.
     """
     if module in sys.modules:
         return find(module, name, hint, parameters)[1]
@@ -76,7 +76,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def at_least(needed: tuple[int, int], device: torch.device) -> Support:
-    """Return whether the device's compute capability is at least `needed`. It counts as sufficient if unknown."""
+    """Return whether the device's compute capability is at least `needed`. An unknown compute capability counts as sufficient."""
     found = capability(device)
     if found is None or found >= needed:
         return YES

@@ -1,4 +1,4 @@
-"""Cache folder for Triton's compiled kernels that tolerates being moved, read-only, damaged or full."""
+"""Cache of Triton's compiled kernels whose folder may be moved, read-only, damaged or full."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def use_kernel_cache() -> None:
 
 
 class KernelCache(FileCacheManager):  # type: ignore[misc]
-    """Cache manager for the files of one compilation, with three differences from Triton's own manager.
+    """Cache manager for the files of one compilation. It differs from Triton's own manager in three ways.
 
     Files are looked up next to the list of their names, so the folder may be moved. Files whose content does not match the stored
-    digest count as missing. If the folder is not writable, files go to a temporary folder of this process, with a warning.
+    digest count as missing. If the folder is not writable, files are written to a temporary folder of this process, with a
+    warning.
     """
 
     spare_folders: ClassVar[tuple[Path, ...]] = ()
-    """Temporary folders of this process, created when first needed."""
+    """Temporary folders of this process. They are created when the cache folder is not writable."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         if override or dump:  # for developers who inspect compilations

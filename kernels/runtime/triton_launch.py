@@ -1,4 +1,4 @@
-"""Launching of compiled Triton kernels without Triton's argument analysis, which costs more than a small kernel."""
+"""Launches of compiled Triton kernels without Triton's argument analysis, which takes longer than a small kernel runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Compiled:
 
 
 class BoundKernel:
-    """A compiled kernel with its grid and all arguments bound except the first few, shared by the layers of one step."""
+    """A compiled kernel whose grid and arguments, except the first few, are bound. All layers of a step use the same object."""
 
     def __init__(self, compiled: Compiled, grid: Grid, rest: Sequence[Any]) -> None:
         """Bind the arguments that follow those of `__call__`. The caller must keep the tensors in `rest` alive."""
@@ -53,15 +53,15 @@ class BoundKernel:
         self._rest = tuple(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in rest)
 
     def __call__(self, *first: Any) -> None:
-        """Launch the kernel. first: its first arguments, as addresses or tensors."""
+        """Launch the kernel. first: the kernel's first arguments, as addresses or tensors."""
         self._compiled(self._grid, *first, *self._rest)
 
 
 class Launcher:
-    """A Triton kernel with a cache of its compiled variants by `key`.
+    """A Triton kernel with a cache of its compiled variants, keyed by `key`.
 
-    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (except those that are not
-    specialised) and equal pointer alignment. Triton compiles one variant for each combination of these.
+    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (except arguments that Triton
+    does not specialise on) and equal pointer alignment. Triton compiles one variant for each combination of these.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -80,8 +80,9 @@ class Launcher:
     ) -> BoundKernel | None:  # fmt: skip
         """Run the kernel like `__call__` and return a `BoundKernel`.
 
-        Returns None if nothing was launched by address: under the interpreter, and while kernels are compiled ahead. first, rest:
-        all arguments of the kernel. pointers: the addresses of `first`, with which the bound kernel is launched.
+        Return None under the interpreter and while kernels are compiled ahead, because no compiled kernel is available to bind.
+        first, rest: all arguments of the kernel. pointers: addresses of the tensors in `first`, with which a compiled kernel is
+        launched.
         """
         known = self.known(key)
         if known is None:
@@ -95,9 +96,10 @@ class Launcher:
     def __call__(self, key: Hashable, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int) -> None:
         """Run the kernel, compiling it first if needed.
 
-        arguments: arguments in the kernel's order. constants: all compile-time constants by name. options: num_warps,
-            num_stages. If the constant PDL is true, the kernel uses programmatic dependent launch and waits for its predecessors
-            itself. FMA fusion is always enabled, because Triton's default changes in release 3.10.
+        arguments: arguments in the kernel's order. constants: all compile-time constants, keyed by name. options: num_warps and
+        num_stages.
+        If the constant PDL is true, the kernel uses programmatic dependent launch and must itself wait for its predecessors. FMA
+        fusion is always enabled, because Triton's default changes in release 3.10.
         """
         known = self.known(key)
         if known is not None:
@@ -129,9 +131,8 @@ class FixedLauncher:
         self._constants = {**constants, "PDL": launches_early(device)}
 
     def __call__(self, grid: Grid, **arguments: Tensor | float) -> None:
-        """Run the kernel. arguments: named like the kernel's first parameters and in their order; later launches use only the
-        order.
-        """
+        """Run the kernel. arguments: in the order of the kernel's first parameters and with their names. Later launches ignore
+        the names."""
         values = arguments.values()
         key = (*arguments, *[(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in values])
         known = self._launcher.known(key)
@@ -168,7 +169,8 @@ def shared_memory(device: torch.device) -> int:
 
 
 def aligned(*pointers: int) -> bool | tuple[bool, ...]:
-    """Return True if all addresses are 16-byte aligned, else a tuple with True for those that are. Triton specialises on it."""
+    """Return True if all addresses are 16-byte aligned, else a tuple with one bool per address. Triton specialises kernels on the
+    alignment."""
     together = 0
     for pointer in pointers:
         together |= pointer
@@ -193,9 +195,8 @@ def launches_early(device: torch.device) -> bool:
 
 
 class Workspace:
-    """Buffers for partial results, which grow on demand. Outgrown buffers stay allocated, because captured graphs may still use
-    them.
-    """
+    """Buffers for partial results, which grow on demand. Buffers that became too small stay allocated, because captured graphs
+    may still use them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

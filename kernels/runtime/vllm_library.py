@@ -2,7 +2,7 @@
 
 The library uses torch's stable ABI, so it loads without vLLM and with different releases of torch. A library built for a
 different release may still crash the process that loads it. `python -m headway.kernels.runtime.vllm_library PATH` therefore loads
-a library, calls it once, and prints one line of JSON. The trial is a GEMM whose result does not depend on the weight's layout.
+a library, calls it once, and prints one line of JSON. The call is a GEMM whose result does not depend on the weight's layout.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def examine(path: str) -> dict[str, str]:
 
 
 def trial(device: torch.device) -> bool:
-    """Return whether the GEMM of ones with a 128 x 128 weight of -8 is correct; True if Marlin cannot be called."""
+    """Return whether the GEMM of a matrix of ones with a 128 x 128 weight of -8 is correct. Return True if Marlin cannot be
+    called."""
     operators, support = bind("marlin_gemm", "gptq_marlin_repack")
     if not support:
         return True

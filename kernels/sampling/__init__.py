@@ -1,7 +1,8 @@
 """Triton kernels for sampling on CUDA devices: greedy, temperature, top_k, top_p, min_p and verification of draft tokens.
 
-Unlike FlashInfer's kernels, a token depends only on its row's logits, filters and key. Probability masses are added as integers,
-and noise is a hash of key and column. The batch and the path of a step (eager, graph, verify) therefore do not change the token.
+Unlike in FlashInfer's kernels, a token depends only on its row's logits, filters and key. Probability masses are added as
+integers, and noise is a hash of key and column. The token is therefore the same for any batch, and for any path of a step (eager,
+graph, verify).
 """
 
 from __future__ import annotations

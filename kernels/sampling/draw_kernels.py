@@ -17,7 +17,8 @@ from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers
 
 
 class FusedPart:
-    """`best_of_part` and `winners` of core.sampling.candidates for a rank's shard, with the noise of the shard's token ids.
+    """`best_of_part` and `winners` of core.sampling.candidates for a rank's shard of the vocabulary. The noise depends on the
+    shard's token ids.
 
     CUDA graphs can capture all calls.
     """
@@ -91,7 +92,8 @@ def _philox(counter, key):
 
 @triton.jit
 def _log2(x):
-    """Return log2(x) by one instruction, with an error of 2^-22 near 1. tl.log2 takes 20 instructions, for needless accuracy."""
+    """Return log2(x), computed by one instruction with an error of 2^-22 near 1. tl.log2 takes 20 instructions and is more
+    accurate than needed."""
     if _INTERPRETED:  # the interpreter does not support libdevice
         y = tl.log2(x)
     else:
@@ -101,7 +103,8 @@ def _log2(x):
 
 @triton.jit
 def _log2_exponential(bits):
-    """Return log2(e / log 2) for an Exp(1) number e made from 32 random bits; core.sampling.sampler bounds the uniform number."""
+    """Return log2(e / log 2) for an Exp(1) number e made from 32 random bits. core.sampling.sampler defines the bounds of the
+    uniform number."""
     uniform = bits.to(tl.float32) * 2.3283062977608182e-10 + 1.1641532182693481e-10
     # For small u, 1 - u loses the digits of u, and the instruction's absolute error matters: use a series. At the border it is as
     # exact as the logarithm beyond it, about 3e-6. It includes the factor log2(e).
@@ -111,9 +114,10 @@ def _log2_exponential(bits):
 
 @triton.jit
 def gumbel_argmax(logits, counter, first, begin, end, scale, key, LANES: tl.constexpr, NOISE: tl.constexpr, PART: tl.constexpr):
-    """Return the largest score among the four columns of each counter, its column, and True if one of the logits is NaN.
+    """Return the largest score among the four columns of each counter, the column of that score, and True if one of the logits is
+    NaN.
 
-    Columns are tokens below `end`; with PART, from `begin` on.
+    Only columns below `end` count and, with PART, only columns from `begin` on.
     """
     if NOISE:
         bits = _philox(counter, key)
@@ -151,8 +155,9 @@ def argmax_of_chunks(
 ):
     """Compute the argmax of each chunk of each row. Grid (rows, chunks).
 
-    The score is the logit or, with NOISE, (logit * scale - log(e)) / log(2) with e ~ Exp(1): a draw by the Gumbel-max trick
-    (core.sampling.sampler.draw). The score of a row with scale 0 is the logit, at half the cost.
+    Without NOISE, the score is the logit. With NOISE, the score is (logit * scale - log(e)) / log(2) with e ~ Exp(1), which draws
+    a token by the Gumbel-max trick (core.sampling.sampler.draw). If a row's scale is 0, the score is the logit, which takes half
+    the time.
     """
     row = tl.program_id(0).to(tl.int64)
     counter = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -166,7 +171,7 @@ def argmax_of_chunks(
 @triton.jit
 def _store_argmax(own, scales, keys, scores, tokens, row, counter, first, begin, end, LANES: tl.constexpr,
                   NOISE: tl.constexpr, PART: tl.constexpr):  # fmt: skip
-    """Store the best score of a program's chunk, and its token. own: address of the row's logit of token 0."""
+    """Store the best score of a program's chunk, and the token with that score. own: address of the row's logit of token 0."""
     if NOISE:
         scale = tl.load(scales + row) * 1.4426950408889634
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
@@ -246,7 +251,7 @@ def verify_drafts(
 
 
 BLOCK = 4096
-"""Number of logits per program: large enough for many bytes in flight, and small enough for many programs per row."""
+"""Number of logits per program. It is large enough for many bytes in flight, and small enough for many programs per row."""
 
 
 class FusedSampling:
@@ -270,7 +275,8 @@ class FusedSampling:
         return self._choose(logits, scales, keys)
 
     def accept_drafts(self, sampled: Tensor, ids: Tensor, fill: Tensor, places: Tensor, newest: Tensor) -> Tensor:
-        """Verify draft tokens like core.sampling.verification.accept_drafts: one launch instead of a dozen launches by torch."""
+        """Verify draft tokens like core.sampling.verification.accept_drafts, in one launch instead of the dozen launches that
+        torch needs."""
         rows, width = sampled.shape
         found = torch.empty((rows, width + 1), dtype=torch.int64, device=self._device)
         launch = self._launchers.get(verify_drafts, 1, {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)})
@@ -327,7 +333,8 @@ def argmax_of_part_chunks(
     NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute `argmax_of_chunks` for consecutive tokens of the vocabulary, with the noise of their ids. Grid (rows, chunks).
+    """Compute `argmax_of_chunks` for consecutive tokens of the vocabulary, with noise that depends on the token ids. Grid (rows,
+    chunks).
 
     The first chunk starts with the group of 4 LANES tokens that contains `begin`.
     """
@@ -350,7 +357,7 @@ def pack_best_of_rows(
     BLOCK: tl.constexpr,  # chunks rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Reduce the chunks of each row to the packed number of its best token. Grid (rows)."""
+    """Reduce the chunks of each row to one number, into which the best token and its score are packed. Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -371,7 +378,7 @@ def choose_winners(
     BLOCK: tl.constexpr,  # ranks rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Select the token of each row's largest number; -1 if its score is NaN. Grid (rows)."""
+    """Select the token of each row's largest number, or -1 if the score of that number is NaN. Grid (rows)."""
     row, rank = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()

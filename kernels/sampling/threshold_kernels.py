@@ -1,8 +1,9 @@
 """Triton kernels that bracket a row's cutoff: the smallest logit that top_k and top_p keep.
 
-Thresholds are logits from a sample of the row. Tokens at or above thresholds are counted, and their probability mass is added. A
-radix search with two digits finds the threshold that is low enough: the high digit selects eight thresholds, and the low digit
-selects one of these. Masses are fixed-point integers (core.sampling.filtering), so sums do not depend on the order of additions.
+Thresholds are logits from a sample of the row. For each threshold, the tokens at or above it are counted, and their probability
+mass is added. A radix search with two digits finds the highest threshold that reaches the target: the high digit selects eight
+thresholds, and the low digit selects one of these. Masses are fixed-point integers (core.sampling.filtering), so sums do not
+depend on the order of additions.
 """
 
 # Triton reads annotations at compile time, so they must not be deferred here.
@@ -16,22 +17,24 @@ from headway.core.sampling.filtering import LOG2E, UNIT_MASS
 _LOG2E = tl.constexpr(LOG2E)
 _UNIT = tl.constexpr(float(UNIT_MASS))
 THRESHOLDS = 64
-"""Number of thresholds per row: logits of a sample in descending order, then -inf. The high digit selects every eighth one."""
+"""Number of thresholds per row: logits of a sample in descending order, then -inf. The high digit compares every eighth
+threshold."""
 ROUNDS = 3
 """Counting rounds per row: for the high digit, the low digit, and the low digit of top_p after a large top_k."""
 COUNTERS = 8 * ROUNDS + 3
-"""Counters per row that programs add to: eight per round, the lengths of two candidate lists, and finished programs."""
+"""Number of counters per row: eight for each round, the lengths of two candidate lists, and the number of finished programs."""
 TILE = 1024
 """Number of logits that a program of four warps reads at once."""
 _THRESHOLDS, _SAMPLE, _COUNTERS = tl.constexpr(THRESHOLDS), tl.constexpr(512), tl.constexpr(COUNTERS)
 _LENGTHS, _FINISHED = tl.constexpr(8 * ROUNDS), tl.constexpr(COUNTERS - 1)
 _TILE, _LANES, _STEPS = tl.constexpr(TILE), tl.constexpr(128), tl.constexpr(TILE // 128)
 _COUNT = tl.constexpr(2**50)
-"""Count of one token in the upper bits of a sum whose lower bits are the mass. A thread adds fewer than a thousand tokens."""
+"""Value that counts one token in the upper bits of a sum whose lower bits are the mass. A thread adds fewer than a thousand
+tokens."""
 NEG_INF_KEY = tl.constexpr(-0x7F800001)
 """Sort key of -inf."""
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
-"""Sort key of NaN, greater than that of any number."""
+"""Sort key of NaN, which is greater than the sort key of any number."""
 
 
 @triton.jit
@@ -61,7 +64,8 @@ def _tile_columns():
 
 @triton.jit
 def _tile_logits(row_logits, start, vocab_size, scale):
-    """Return the values of a tile. Offsets from the tile's start are constants in the instructions; columns would not be."""
+    """Return the scaled logits of a tile. Offsets from the tile's start are constants in the instructions, unlike columns of the
+    row."""
     return _values(row_logits + start, _tile_columns(), vocab_size - start, scale)
 
 
@@ -83,9 +87,11 @@ def _max_key_of_row(part_max_keys, row, parts, PARTS: tl.constexpr):
 def _row_in_stage(
     filters, filters_stride, row, part_max_keys, targets, parts, CAPACITY: tl.constexpr, PARTS: tl.constexpr, STAGE: tl.constexpr
 ):
-    """Return True if a stage must find a row's cutoff; the row's largest sort key (only if so); scale, top_k and top_p.
+    """Return (True if a stage must find a row's cutoff, the row's largest sort key, scale, top_k, top_p). The sort key is valid
+    only if the first item is True.
 
-    Stage 0 is for top_k, and for top_p without top_k. Stage 1 is for top_p after a top_k that keeps more tokens than fit a list.
+    Stage 0 is for top_k, and for top_p without top_k. Stage 1 is for top_p after a top_k that may keep more tokens than a list
+    can hold.
     """
     scale = tl.load(filters + row)
     top_k, top_p = tl.load(filters + filters_stride + row).to(tl.int32), tl.load(filters + 2 * filters_stride + row)
@@ -104,7 +110,7 @@ def _row_in_stage(
 
 @triton.jit
 def _target_of(masses, targets, row, top_k, top_p, STAGE: tl.constexpr):
-    """Return the count or mass (int64) that the kept tokens must reach, and True if it is a mass."""
+    """Return the number or mass (int64) that the tokens to keep must reach, and True if the value is a mass."""
     by_mass = top_k <= 0
     target = top_k.to(tl.int64)
     if STAGE == 1:
@@ -117,7 +123,7 @@ def _target_of(masses, targets, row, top_k, top_p, STAGE: tl.constexpr):
 
 @triton.jit
 def _top_p_target(total, top_p):
-    """Return the mass that the tokens kept by top_p must reach, out of a total mass."""
+    """Return the mass that the tokens kept by top_p must reach. total: mass of all tokens to which top_p applies."""
     return tl.maximum((top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
@@ -125,8 +131,8 @@ def _top_p_target(total, top_p):
 def _select_threshold(counts, masses, row, target, by_mass, ROUND: tl.constexpr):
     """Search one digit among a round's eight thresholds.
 
-    Returns the number of thresholds that do not reach the target, the number of tokens at or above the next threshold, and the
-    number and mass of tokens at or above the last threshold that does not reach the target.
+    Return the number of thresholds that do not reach the target, and the number of tokens at or above the next threshold. Also
+    return the number and mass of tokens at or above the last threshold that does not reach the target.
     """
     threshold = tl.arange(0, 8)
     at = row * _COUNTERS + 8 * ROUND + threshold
@@ -140,11 +146,11 @@ def _select_threshold(counts, masses, row, target, by_mass, ROUND: tl.constexpr)
 
 @triton.jit
 def _bracket_of(thresholds, counts, masses, row, target, by_mass, CAPACITY: tl.constexpr, STAGE: tl.constexpr):
-    """Return the exclusive lower and inclusive upper logit between which the cutoff lies, and the number and mass of tokens above
-    the upper one.
+    """Return the exclusive lower and the inclusive upper logit between which the cutoff lies, and the number and mass of tokens
+    above the upper logit.
 
-    If few tokens are above the lower logit, all of them are in the bracket. Tokens equal to the lower logit are included too if
-    they are few. Otherwise the cutoff may be the lower logit itself.
+    If at most CAPACITY tokens are at or above the selected threshold, all of them are in the bracket. Otherwise, the lower logit
+    is the threshold itself, and the cutoff may be equal to it.
     """
     high, reached, above, mass = _select_threshold(counts, masses, row, target, by_mass, 0)
     index = high * 8 + 7

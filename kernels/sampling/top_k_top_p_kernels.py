@@ -45,7 +45,7 @@ from headway.kernels.sampling.threshold_kernels import (
 
 
 _PHILOX_COUNTERS = tl.constexpr(256)
-"""Philox counters per tile. Each yields four random numbers."""
+"""Number of Philox counters per tile. Each counter yields four random numbers."""
 
 
 @triton.jit(
@@ -170,9 +170,8 @@ _BLOCK = tl.constexpr(4096)
 
 @triton.jit
 def _amount_above(sort_key, mass, pivot, row_logits, vocab_size, scale, largest, overflowed, BY_MASS: tl.constexpr):
-    """Return the number of tokens, or their mass, at or above a pivot (int64): computed from the list, or from the row if the
-    list overflowed.
-    """
+    """Return the number or the mass (int64) of tokens at or above a pivot. Both are computed from the list, or from the whole row
+    if the list overflowed."""
     if overflowed:
         amount = tl.full([], 0, tl.int64)
         for start in range(0, vocab_size, _BLOCK):
@@ -194,9 +193,11 @@ def _amount_above(sort_key, mass, pivot, row_logits, vocab_size, scale, largest,
 def _binary_search(
     sort_key, mass, above, low, end, target, row_logits, vocab_size, scale, largest, overflowed, BY_MASS: tl.constexpr
 ):
-    """Return the largest sort key in [low, end) at or above which the target is reached, and the amount above that key.
+    """Return the largest sort key in [low, end) at which the tokens at or above it reach the target, and the number or mass of
+    tokens above that key.
 
-    above: number or mass of tokens at or above `end`, which are not in the list. The target is reached at low, and not at end.
+    above: number or mass of tokens at or above `end`, which are not in the list. The target is reached at `low`, and not at
+    `end`.
     """
     over, turn = above, tl.full([], 1, tl.int32)
     while end - low > 1:
@@ -370,23 +371,25 @@ def find_cutoffs(
 
 
 MAX_PROGRAMS = 924
-"""Approximate maximum number of programs per launch: seven per SM run at once, each with enough logits to repay its start."""
+"""Approximate maximum number of programs per launch. Seven programs run concurrently on each SM, and each processes enough logits
+to be worth its launch."""
 LIST_CAPACITY = 1024, 16384
 """Minimum and maximum capacity of a candidate list, in tokens."""
 _CAPACITY_SHARE = 20
-"""Vocabulary size divided by the capacity of a list. A list has room for two to three times the tokens between two thresholds."""
+"""Vocabulary size divided by the capacity of a list. A list can hold two to three times the number of tokens between two
+thresholds."""
 _MAX_ROWS = 256
 """Maximum number of rows per launch, which limits the memory for lists to 32 MiB."""
 
 
 class TopKTopPSampler:
-    """`Filter` of core.sampling.filtering in nine launches that a CUDA graph can capture.
+    """`Filter` of core.sampling.filtering, in nine launches that a CUDA graph can capture.
 
-    Tokens above a few thresholds from a sample of the row are counted first, then tokens above a few thresholds between two of
-    these. The tokens between two thresholds are listed, and the last kept token is searched for in the list. A second search
-    handles top_p after a large top_k; it costs other rows only its launches. Then a token is drawn from the kept tokens, by the
-    search itself if the list contains all of them. Counts and masses are integers, so a row's token depends neither on other rows
-    nor on the number of programs.
+    First, the tokens above a few thresholds from a sample of the row are counted, then the tokens above a few thresholds between
+    two of these. The tokens between two adjacent thresholds are listed, and the last kept token is searched for in the list. A
+    second search handles top_p after a large top_k. Other rows skip this search, except for its launches. Finally, a token is
+    drawn from the kept tokens. The search itself draws the token if the list contains all kept tokens. Counts and masses are
+    integers, so a row's token depends neither on other rows nor on the number of programs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -394,9 +397,8 @@ class TopKTopPSampler:
         self._launchers = Launchers(device)
 
     def __call__(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-        """Draw tokens as described in core.sampling.filtering. The elements of a row of logits must be contiguous; other strides
-        are free.
-        """
+        """Draw tokens as described in core.sampling.filtering. The elements of a row of logits must be contiguous, but rows may
+        have any stride."""
         others, keys = others.contiguous(), keys.contiguous()
         filters = filters if filters.stride(1) == 1 else filters.contiguous()
         make = torch.empty if AHEAD.get() is None else torch.zeros  # as in FusedSampling

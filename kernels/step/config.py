@@ -22,9 +22,11 @@ class LatentConfig:
     """Number of elements of a query or key head with rotary embedding. All heads share these elements of the key."""
     v_head_dim: int
     q_lora_rank: int | None = None
-    """Number of elements of the queries' latent. None means that one linear layer computes the queries."""
+    """Number of elements of the latent vector from which queries are computed. None means that one linear layer computes the
+    queries."""
     interleaved: bool = True
-    """True if the checkpoint pairs adjacent elements for rotation (interleaved RoPE) instead of elements of the two halves."""
+    """True if the checkpoint pairs adjacent elements for rotation (interleaved RoPE). False if it pairs elements of the two
+    halves."""
 
     @property
     def q_dim(self) -> int:

@@ -69,7 +69,7 @@ class Fused(Operations):
         return launcher
 
     def choice_for(self, linear: Linear, gated: bool) -> LinearChoice:
-        """Return the kernel choice for a layer, and count the layer as one of its kind."""
+        """Return the kernel choice for a layer, and register the layer with this choice."""
         choice = self.kernels.choice(linear.spec(self._device, gated))
         choice.compute = self._compute_gated if gated else self._compute_one
         choice.add(linear)
@@ -77,9 +77,8 @@ class Fused(Operations):
         return choice
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
-        """Return the choices to measure. Choices for dense weights are included only if a third party's kernel is a candidate;
-        otherwise, a rule selects the kernel.
-        """
+        """Return the choices to measure. A choice for a dense weight is included only if a third-party kernel is a candidate.
+        Otherwise, a rule selects the kernel."""
         choices = []
         for linear, gated in products:
             choice = self.choice_for(linear, gated)
@@ -100,10 +99,10 @@ class Fused(Operations):
         return bound_step(self, linear, kernel, None, x.shape[0])(x, norm=norm, gated=True, activation="silu")
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """Fold the norm's weight into the linear layer; a later kernel scales each row. This saves a launch for 17 or more rows.
+        """Fold the norm's weight into the linear layer. A later kernel scales each row, which saves a launch for 17 or more rows.
 
-        This is done only for bfloat16, whose range fits rows that are not normed, and for rows short enough for each program of
-        the later kernel to read a complete row.
+        The weight is folded only in bfloat16, whose range suffices for rows that are not normed. Rows must also be short enough
+        for each program of the later kernel to read a complete row.
         """
         dense = isinstance(linear.weight, Tensor) and linear.weight.dtype == torch.bfloat16
         if not dense or linear.in_features > _SHORT or linear.bias is not None or norm.bias is not None:
@@ -113,7 +112,7 @@ class Fused(Operations):
         return Norm(torch.ones_like(norm.weight, dtype=torch.bfloat16), norm.eps, absorbed=True), Linear(weight)
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """Embed in one launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
+        """Embed tokens and compute cos and sin, in one launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
         table, places, (ropes, half) = embed.table, embed.positions, self._inv_freq.shape
         num_tokens, hidden = input_ids.shape[0], table.shape[1]
         x = torch.empty(num_tokens, hidden, dtype=table.dtype, device=self._device)
@@ -167,9 +166,10 @@ class Fused(Operations):
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute q, k and v in one launch for few rows, else in two or three. They are views of the GEMM's output.
+        """Compute q, k and v in one launch for few rows, else in two or three. q, k and v are views of the GEMM's output.
 
-        Without RoPE, one or two launches. Four more launches if heads are normed without RoPE, or if all heads are normed as one.
+        Without RoPE, there are one or two launches. Four more launches are needed if heads are normed without RoPE, or if one
+        norm covers all heads.
         """
         x, norm = self._before(x, norm)
         separate = heads.q_norm is not None and (rope is None or heads.whole_norm)
@@ -178,7 +178,8 @@ class Fused(Operations):
         return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if separate else None, separate)
 
     def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate in one launch, in place. Four more launches if heads are normed as one or without RoPE."""
+        """Norm and rotate heads in one launch, in place. Four more launches are needed if heads are normed without RoPE, or if
+        one norm covers all heads."""
         return self._split_heads(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
     def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, separate: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +196,7 @@ class Fused(Operations):
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """Return x and the norm for a kernel that fuses only RMSNorm. A LayerNorm is applied to x first."""
+        """Return x and the norm for a kernel that fuses only RMSNorm. If the norm is a LayerNorm, return normed x and None."""
         return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
 
     def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
@@ -243,21 +244,24 @@ class Fused(Operations):
             )
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
-        """Compute in one launch for few rows, two for tiles, else three. A LayerNorm and strided rows add one each."""
+        """Compute the operations in one launch for few rows, in two with the `tiles` kernel, else in three. A LayerNorm and
+        strided rows add one launch each."""
         x, norm = self._before(x.contiguous(), norm)
         return bound(self, linear, x.shape[0])(x, norm=norm, activation=activation)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """Compute in one launch for few rows, two for tiles, else two or three. A LayerNorm adds one."""
+        """Compute the operations in one launch for few rows, in two with the `tiles` kernel, else in two or three. A LayerNorm
+        adds one launch."""
         x, norm = self._before(x, norm)
         return bound(self, linear, x.shape[0], gated=True)(x, norm=norm, gated=True, activation=activation)
 
     def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """Activate in one launch if gated, else by torch's operations."""
+        """Compute a gated activation in one launch, or another activation by torch's operations."""
         return self.gated(y, activation, None) if gated else ACTIVATE[activation](y)
 
     def gated(self, both: Tensor, activation: Activation, scaled_by: RowScale | None) -> Tensor:
-        """Activate and multiply in one launch. scaled_by: rows whose RMSNorm factor is still to be applied, and their epsilon."""
+        """Activate gate and multiply by up, in one launch. scaled_by: rows whose RMSNorm factor is still to be applied, and the
+        norm's epsilon."""
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
@@ -279,7 +283,8 @@ class Fused(Operations):
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
-        """Norm and rotate in one launch, in place. Without RoPE, two more launches make cos = 1 and sin = 0."""
+        """Norm latents and rotate queries and keys in one launch, in place. Without RoPE, two more launches fill cos with 1 and
+        sin with 0."""
         if rope is None:
             size = q.shape[0], config.qk_rope_head_dim // 2
             rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)
@@ -290,7 +295,8 @@ class Fused(Operations):
         return FusedLatentLayer(expanded, config, kv_b, self._latent)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-        """Gate in one launch, or in several by torch if ranks share the norm or a group is too long for one program."""
+        """Apply the gate in one launch. If ranks share the norm, or a group is too long for one program, torch's operations need
+        several launches."""
         norm, (rows, width) = gate.norm, x.shape
         if norm is not None and (norm.share is not None or gate.size > _LONGEST):
             return apply_gate(x, by, gate)
@@ -337,7 +343,8 @@ def fused_experts(options: ExpertsOptions, device: torch.device, invariant: bool
 
 
 def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsLayers:
-    """Return a `fused_experts` factory whose layers use one Headway kernel each for any number of tokens (deterministic mode)."""
+    """Return a `fused_experts` factory for deterministic mode. Each of its layers uses one Headway kernel for any number of
+    tokens."""
 
     def able(device_type: str) -> list[type[ExpertsKernel]]:
         return [*invariant_kernels(), *(each for each in options.able(device_type) if not is_own(each))]
@@ -346,15 +353,18 @@ def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsL
 
 
 _ROTATED = 512
-"""Number of half-head elements that a program of two warps rotates (RoPE): eight per thread, 16 bytes in half precision."""
+"""Number of half-head elements that a program of two warps rotates (RoPE). This is eight per thread, which take 16 bytes in half
+precision."""
 _GATED = 1024
 """Number of elements that one program of four warps handles in activate-and-multiply."""
 _LONGEST = 8192
 """Maximum number of elements in a group that one program of eight warps norms."""
 _SHORT = 2048
-"""Maximum number of elements in a row for which each program of the next kernel recomputes the sum of squares (4 KB from L2)."""
+"""Maximum number of elements in a row whose weight is folded by `absorb`. Each program of the next kernel recomputes the sum of
+squares of such a row (4 KB from L2)."""
 
 
 def _row_sizes(size: int) -> dict[str, int]:
-    """Return the compile-time constants for rows of this size whose RMSNorm factor is to be applied. 0 means no such rows."""
+    """Return the compile-time constants for rows whose RMSNorm factor is still to be applied. size: number of elements in a row,
+    or 0 if the kernel applies no such factor."""
     return {"ROW": size, "BLOCK_ROW": triton.next_power_of_2(max(size, 1))}

@@ -25,8 +25,8 @@ from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, R
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Device type -> number of rows of each GEMM.
 
-On a CPU, this is the number of rows that weights are packed for. On a GPU, it is about the number at which a GEMM limited by
-memory bandwidth also saturates the tensor cores, so that neither decode nor prefill takes longer than necessary.
+On a CPU, weights are packed for this number of rows. On a GPU, a GEMM with about this number of rows is limited equally by memory
+bandwidth and by the tensor cores, so neither decode nor prefill takes longer than necessary.
 """
 
 log = logging.getLogger("headway")
@@ -34,10 +34,11 @@ Softcap = Callable[[Tensor, float], Tensor]
 
 
 class InvariantOperations:
-    """Operations whose GEMMs always have the same number of rows: inputs are padded with rows of zeros.
+    """Operations whose GEMMs always have the same number of rows. Inputs are padded with rows of zeros.
 
-    A library selects a GEMM kernel, and so the order of summation, by shape: one shape means one order. A row's position in a
-    tile must not change its result, which `check` tests. All other operations are independent per row anyway.
+    A library selects a GEMM kernel, and therefore the order of summation, by the shape of the GEMM. With one shape, the order is
+    always the same. A row's position in a tile must not change its result, which `check` tests. All other operations compute each
+    row independently anyway.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class InvariantOperations:
         """Wrap `inner`.
 
         rows: number of rows of every GEMM. activate: function for each activation. cap: function that replaces
-        Operations.softcap. experts: see TorchOperations.
+        `Operations.softcap`. experts: as in `TorchOperations`.
         """
         self._inner = inner
         self._experts_options = replace(experts or ExpertsOptions(), invariant=True)
@@ -135,7 +136,8 @@ class InvariantOperations:
         return add_one_by_one(self, residual, terms)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
-        """Bind a layer of experts. Headway's kernels treat rows independently. On a GPU, any number of tokens uses one tiling."""
+        """Bind a layer of experts. Headway's kernels compute rows independently. On a GPU, the tile sizes are the same for any
+        number of tokens."""
         if self._experts is None:
             if weights.router.is_cuda:
                 from headway.kernels.step.fused import invariant_experts
@@ -146,14 +148,16 @@ class InvariantOperations:
         return self._experts.bind(config, weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
-        """Split x [rows, ...] into padded, aligned copies of tiles. There is at least one, since a step may sample no rows."""
+        """Split x [rows, ...] into padded, aligned copies of tiles. At least one tile is returned, since a step may sample no
+        rows."""
         missing = -x.shape[0] % self._rows if x.shape[0] else self._rows
         return torch.split(pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)), self._rows)
 
     def check(self, linears: Iterable[Linear]) -> None:
-        """Try one GEMM per shape and weight format: rows moved within a tile, and a row among zeros, must keep their bits.
+        """Try one GEMM per shape and weight format. A row must keep its bits if rows move within a tile, and if all other rows
+        are zeros.
 
-        :raises ModelError: if they do not, on this machine, with these libraries and threads.
+        :raises ModelError: if a row's bits change on this machine, with these libraries and this number of threads.
         """
         tried = {(linear.in_features, linear.out_features, _form(linear)): linear for linear in linears}
         for (in_features, out_features, form), linear in tried.items():
@@ -176,26 +180,28 @@ class InvariantOperations:
 
 
 def _form(linear: Linear) -> str:
-    """Return a description of the weight that a layer reads."""
+    """Return a description of the format of the weight that a layer reads."""
     if isinstance(linear.weight, Tensor):
         return "packed of fewer bits" if linear.reads_quantized else "plain"
     return str(WeightFormat.of(linear.weight))
 
 
 def silu_by_exp(x: Tensor) -> Tensor:
-    """Return SiLU on a CPU. torch's SiLU uses a different exponential for the last elements of a thread's part."""
+    """Return SiLU on a CPU. torch's SiLU computes the exponential differently for the last elements of each thread's range."""
     wide = x.float()
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
 def gelu_by_exp(x: Tensor) -> Tensor:
-    """Return GELU (tanh approximation) on a CPU, as (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), like `silu_by_exp`."""
+    """Return GELU (tanh approximation) on a CPU. Like in `silu_by_exp`, the factor (1 + tanh(y)) / 2 is computed as 1 / (1 +
+    exp(-2 y))."""
     wide = x.float()
     return (wide / (1 + torch.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))).to(x.dtype)
 
 
 def gelu_in_double(x: Tensor) -> Tensor:
-    """Return GELU on a CPU, in float64. The last bits, which differ between positions, vanish when the result is rounded."""
+    """Return GELU on a CPU, computed in float64. The last bits, which may depend on an element's position, vanish when the result
+    is rounded."""
     return gelu(x.double()).to(x.dtype)
 
 
@@ -211,7 +217,7 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": relu,
     "relu2": ACTIVATE["relu2"],
 }
-"""Implementations of activations whose results do not depend on an element's position."""
+"""Activation -> implementation whose result for an element does not depend on the element's position."""
 
 
 def invariant_operations(
@@ -219,8 +225,9 @@ def invariant_operations(
 ) -> Operations:
     """Wrap a device's operations so that rows of the given linear layers have the same bits in any batch.
 
-    Each quantized layer uses one kernel, which the rule selects for a tile's rows regardless of cached times. The log names it.
-    :raises ModelError: if a GEMM's rows depend on their position (`InvariantOperations.check`).
+    Each quantized layer uses one kernel. The rule selects it for the number of rows of a tile, regardless of cached times, and
+    the log names it.
+    :raises ModelError: if a row's bits depend on its position in a GEMM (`InvariantOperations.check`).
     """
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
     linears, rows = list(linears), TILE_ROWS[device.type]

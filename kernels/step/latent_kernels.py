@@ -67,7 +67,7 @@ def norm_and_rotate_latents(
 
 @triton.jit
 def _rotate(at, cos, sin, mask, HALF: tl.constexpr):
-    """Rotate the elements at `at` in pairs with the elements HALF positions later (RoPE)."""
+    """Rotate each element at the offsets `at` together with the element HALF positions later (RoPE)."""
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, (low * cos - high * sin).to(at.dtype.element_ty), mask=mask)
@@ -154,10 +154,11 @@ def project_latents(
 
 
 MAX_ROWS = 256
-"""Maximum number of rows for these kernels. With more rows, cuBLAS's batched GEMM has enough work."""
+"""Maximum number of rows for these kernels. With more rows, cuBLAS's batched GEMM can fill the GPU."""
 _BLOCK_M = 16
 _ABSORBED, _PROJECTED = 64, 16
-"""Number of columns per program, chosen so that a model with 16 heads has a program for every SM."""
+"""Number of columns per program of `absorb_queries` and of `project_latents`, chosen so that a model with 16 heads has a program
+for every SM."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

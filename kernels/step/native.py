@@ -21,10 +21,12 @@ from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
-"""All layers of a decoder: (x [num_tokens, hidden_size], overwritten; cos and sin of each RoPE; attention) -> x after them."""
+"""Function that runs all layers of a decoder. Arguments: x [num_tokens, hidden_size], which is overwritten; cos and sin of each
+RoPE; attention. The result is x after all layers."""
 
 _MOST_ROWS = 32
-"""Maximum number of tokens in a recorded step. Larger steps spend little time in Python, and need much memory between calls."""
+"""Maximum number of tokens in a recorded step. Larger steps spend little time in Python, and their recordings would occupy much
+memory between calls."""
 _MOST_STEPS = 64
 _ALLOCATE = frozenset(
     (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
@@ -38,14 +40,14 @@ class _RecordedStep:
     ropes: tuple[Rope, ...]
     out: Tensor
     held: Sequence[Tensor]
-    """Tensors that the calls read and write between x and out."""
+    """Tensors for intermediate results that the recorded calls read and write."""
 
 
 class RecordedLayers:
     """Layers that run in Python for the first step of each kind, and replay the recorded C calls for later steps.
 
-    Replaying is correct only if the layers do nothing else, which is checked while recording. If torch computes anything, or an
-    attention is not exactly one C call, that kind of step always runs in Python.
+    Replaying is correct only if the layers do nothing except these calls, which is checked while recording. If torch computes
+    anything, or an attention is not exactly one C call, steps of that kind always run in Python.
     """
 
     def __init__(self, functions: Functions) -> None:
@@ -56,9 +58,8 @@ class RecordedLayers:
         """Number of steps that were replayed."""
 
     def __call__(self, layers: Layers, kind: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        """Return the result of `layers`, which must always be the same function. The next step overwrites the result. kind:
-        `WatchedAttention.step_kind`.
-        """
+        """Return the result of `layers`, which must be the same function in every call. The next step overwrites the result.
+        kind: value of `WatchedAttention.step_kind`."""
         if len(x) > _MOST_ROWS:
             return layers(x, ropes, attention)
         key = (kind, len(x), x.dtype)
@@ -93,9 +94,8 @@ class RecordedLayers:
 
 
 class _Watch(TorchDispatchMode):
-    """Dispatch mode that watches every operation of torch: it keeps allocated memory alive, and notes whether all other
-    operations are views.
-    """
+    """Dispatch mode that watches every operation of torch. It keeps allocated memory alive, and records whether all operations
+    other than allocations are views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class _Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note whether it allocates memory, returns a view, or computes."""
+        """Run an operation, and record whether it allocates memory, returns a view, or computes."""
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATE:
             self.held.append(result)
@@ -281,12 +281,12 @@ def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:
 
 
 def _normed(norm: Norm | None) -> bool:
-    """Return whether the C kernels support a norm: no norm, or an RMSNorm on one rank."""
+    """Return whether the C kernels can apply a norm. This is true for None and for an RMSNorm on one rank."""
     return norm is None or norm.by_length is not None
 
 
 def _norm(norm: Norm | None) -> tuple[int | None, float]:
-    """Return the address of a norm's factors, and the term added to the squared length."""
+    """Return the address of a norm's factors (None without a norm), and the term that is added to the sum of squares."""
     if norm is None:
         return None, 0.0
     assert norm.by_length is not None

@@ -1,4 +1,4 @@
-"""Interface of a decoder's operations between its attentions, which devices may fuse, and torch's implementation of them."""
+"""Interface for the operations of a decoder between attentions, which devices may fuse, and its implementation with torch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from headway.kernels.step.config import ACTIVATIONS, Activation, GateActivation,
 
 @dataclass(frozen=True, slots=True)
 class NormShare:
-    """One rank's shard of rows that are normed across ranks: an equal part of one group of elements."""
+    """One rank's shard of rows that are normed across ranks. The shard is an equal part of one group of elements."""
 
     ranks: Ranks
     groups: int = 1
     """Number of groups of elements that are normed separately. Each one is divided among an equal number of consecutive ranks."""
 
     def normed(self, eps: float, *parts: Tensor) -> list[Tensor]:
-        """Return the RMSNorm, without a weight, of each part. All parts need one all-reduce.
+        """Return the RMSNorm, without a weight, of each of `parts`. One all-reduce handles all of them.
 
-        parts: float32 [rows, size], the rank's elements.
+        parts: float32 [rows, size] each, the rank's elements.
         """
         group = self.ranks.rank * self.groups // self.ranks.size
         squares = parts[0].new_zeros(parts[0].shape[0], self.groups, len(parts))
@@ -47,7 +47,8 @@ class NormShare:
 
 
 class PlainLatentLayer:
-    """Latent layer (MLA) that absorbs queries, expands latents and projects attention results, with one weight, stored once."""
+    """Latent layer (MLA) that absorbs queries, expands latents and projects attention results. All three use one weight, which is
+    stored once."""
 
     def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> None:
         """Prepare the layer. kv_b: see Operations.latent_layer."""
@@ -98,14 +99,15 @@ class Norm:
     bias: Tensor | None = None
     """[size]: bias of a LayerNorm. None means RMSNorm."""
     absorbed: bool = False
-    """True if the weight, now all ones, is folded into the next linear layer: only the factor per row remains to be applied."""
+    """True if the weight is folded into the next linear layer and is now all ones. Only the factor per row remains to be
+    applied."""
     share: NormShare | None = None
     """Shard of this rank if the elements of an RMSNorm are divided among ranks. None means that the rank has all elements."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
     """float32 factors of an RMSNorm on a CPU: weight * sqrt(size) and sqrt(size * eps).
 
-    x / hypot(|x|, second) * first is the norm in four operations instead of seven. A torch operation costs more than its
-    arithmetic.
+    With these factors a and b and the Euclidean length |x|, the norm is x / hypot(|x|, b) * a, which takes four operations
+    instead of seven. The overhead of a torch operation exceeds the time for its arithmetic.
     """
 
     def __post_init__(self) -> None:
@@ -119,13 +121,14 @@ class Embedding:
     """Tables and factor of the token embedding."""
 
     table: Tensor
-    """[vocab_size, hidden_size]: rows of the tokens."""
+    """[vocab_size, hidden_size]: one row per token of the vocabulary."""
     scale: float = 1.0
     """Factor by which a token's row is multiplied."""
     positions: Tensor | None = None
     """[positions, hidden_size]: learned position embeddings, added to each token. None if the model has none."""
     tokens: range | None = None
-    """Token IDs in this rank's shard of the table, whose last row, zeros, represents all other tokens. None means all tokens."""
+    """Token IDs in this rank's shard of the table. The shard's last row is all zeros and represents all other tokens. None means
+    that the rank has all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +139,8 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     q_norm: Norm | None = None
-    """RMSNorm of q before RoPE: over each head (Qwen3), or over all heads if the weight has that size. Set if and only if
-    `k_norm` is set.
-    """
+    """RMSNorm of q before RoPE. It covers each head (Qwen3), or all heads together if the weight has that size. Set if and only
+    if `k_norm` is set."""
     k_norm: Norm | None = None
 
     @property
@@ -151,7 +153,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Gate that multiplies the output of attention or of a recurrence before the output projection, with its norm."""
+    """Gate that multiplies the output of attention or of a recurrence before the output projection, and its norm."""
 
     activation: GateActivation
     """Activation that is applied to the gate's input."""
@@ -173,17 +175,17 @@ class Operations(Protocol):
     """
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """Prepare a norm and the next linear layer once, before any step. The returned pair gives the same results as the given
-        pair.
+        """Prepare a norm and the next linear layer. This is called once, before any step. The returned pair gives the same
+        results as the arguments.
 
-        This is only for the arguments of `norm_qkv` with a rotary embedding, and of `norm_gated_product`.
+        The pair may only be used in `norm_qkv` with a rotary embedding, and in `norm_gated_product`.
         """
         return norm, linear
 
     def linear_choices(self, products: Iterable[tuple[Linear, bool]]) -> list[LinearChoice]:
         """Return the choices for linear layers whose kernel is selected by measured times.
 
-        products: all linear layers, each with True if it is gated.
+        products: (linear layer, True if it is gated) for all linear layers.
         """
         return []
 
@@ -256,7 +258,8 @@ class Operations(Protocol):
         """Return residual + linear layer of x [rows, in_features]. residual: [rows, out_features]; may be overwritten."""
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """Return residual + the sum of several linear layers, each of its own x, as in `add_product`."""
+        """Return residual + the sum of several linear layers' outputs. terms: (x, linear layer) for each layer, as in
+        `add_product`."""
         return add_one_by_one(self, residual, terms)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
@@ -279,7 +282,8 @@ GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoi
 
 
 def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-    """Return the residual plus linear layers, which are added one after another, for `Operations.add_products`."""
+    """Return the residual plus outputs of linear layers, which are added one after another. This is an implementation of
+    `Operations.add_products`."""
     for x, linear in terms:
         residual = ops.add_product(residual, x, linear)
     return residual
@@ -291,7 +295,8 @@ def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
 
 
 def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Return normed q and k, each [rows, size of its norm]: per head, or over all heads of a token, possibly across ranks."""
+    """Return normed q and k, each [rows, size of its norm]. A norm covers one head, or all heads of a token, possibly across
+    ranks."""
     assert heads.q_norm is not None
     assert heads.k_norm is not None
     share = heads.q_norm.share
@@ -324,11 +329,13 @@ RowScale = tuple[Tensor, float]
 
 
 Step = Callable[..., Tensor]
-"""A layer bound to a kernel. Its arguments are x [rows, in_features] and fused operations by name: see `FusedKernel.compute`."""
+"""A layer bound to a kernel. Its arguments are x [rows, in_features] and keyword arguments for fused operations: see
+`FusedKernel.compute`."""
 
 
 def bound(ops: Any, linear: Linear, rows: int, gated: bool = False, heads: Heads | None = None) -> Step:
-    """Return a layer bound to its kernel for this number of rows. ops: the device's operations. heads: heads to rotate (RoPE)."""
+    """Return a layer bound to its kernel for this number of rows. ops: the device's operations. heads: heads that the step
+    rotates (RoPE)."""
     steps: BoundSteps | None = linear.gated_steps if gated else linear.steps
     if steps is None or steps.ops is not ops or (heads is not None and steps.heads is not heads):
         steps = BoundSteps(ops, linear, ops.choice_for(linear, gated), gated, heads)
@@ -340,10 +347,10 @@ def bound(ops: Any, linear: Linear, rows: int, gated: bool = False, heads: Heads
 
 
 class BoundSteps(list[Step]):
-    """A layer bound to a kernel for each bucket of row counts. The last item is the step without rows."""
+    """Steps of a layer, each bound to a kernel, for all buckets of row counts. The last item is for steps without rows."""
 
     borrows = True
-    """True: tensors that this object references belong to other objects (`held_tensors`)."""
+    """Marker for `held_tensors`: all tensors that this object references belong to other objects."""
 
     def __init__(self, ops: Any, linear: Linear, choice: LinearChoice, gated: bool, heads: Heads | None) -> None:
         self.ops = ops
@@ -380,7 +387,7 @@ def bound_step(ops: Any, linear: Linear, kernel: LinearKernel, heads: Heads | No
 
 
 class Surrounded:
-    """A bound kernel, with launches for the operations around its GEMM that it does not fuse."""
+    """A bound kernel, with launches for operations before and after the GEMM that the kernel does not fuse."""
 
     def __init__(self, ops: Any, compute: Step, fused: frozenset[str], activations: Collection[str]) -> None:
         """Wrap `compute`. fused: operations that the kernel fuses. activations: activations that the kernel can fuse."""
@@ -450,7 +457,8 @@ class TorchOperations(Operations):
         self._experts = experts_by(self, experts or ExpertsOptions())
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """Return cos twice, and sin with its first half negated: RoPE is x * cos + swap_halves(x) * sin (three operations)."""
+        """Return the residual stream, and cos and sin of each RoPE. cos contains its elements twice, and the first half of sin is
+        negated. RoPE is therefore x * cos + swap_halves(x) * sin (three operations)."""
         ropes, dtype = [], embed.table.dtype
         for inv_freq, factors in zip(self._inv_freq, self._factors, strict=True):
             angles = positions[:, None, None] * inv_freq  # float32 [num_tokens, 1, head_dim / 2]
@@ -518,7 +526,8 @@ class TorchOperations(Operations):
         return self.rotate_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
 
     def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply norms and RoPE (Su et al. 2021) in transformers' half-split order."""
+        """Apply norms and RoPE (Su et al. 2021). Elements are rotated in pairs from the two halves of a head, as in
+        transformers."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
         qkv = qkv.view(len(qkv), qkv.shape[1] // heads.head_dim, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
@@ -557,7 +566,7 @@ class TorchOperations(Operations):
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
         """Bind a layer of experts. Without a third-party kernel, experts run one after another.
 
-        :raises ModelError: on a GPU, where the host would have to wait for the device in every layer.
+        :raises ModelError: if the device is a GPU, where the host would have to wait for the device in every layer.
         """
         if weights.router.is_cuda:
             raise ModelError("experts: need Triton on a GPU, got none: pip install 'headway[triton]'")

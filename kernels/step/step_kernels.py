@@ -1,8 +1,8 @@
 """Triton kernels of a decoder step: embedding with RoPE angles, norms, QK-norm and rotary embedding, activation, gate.
 
-Each kernel is one launch and reads its input once. Sums are float32 whatever the tensors' type, and nothing is rounded between
-the operations of one kernel. PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start
-while this one runs. They wait (`gdc_wait`) before they touch anything that an earlier kernel writes.
+Each kernel is one launch and reads its input once. Sums are float32 for any element type, and nothing is rounded between the
+operations of one kernel. PDL means programmatic dependent launch (compute capability 9.0): the next kernel's programs may start
+while this kernel runs. They wait (`gdc_wait`) before they touch anything that an earlier kernel writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def embed_tokens(
     BLOCK_HALF: tl.constexpr,  # ROPES HALF rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Embed tokens, and compute cos and sin of their positions. Grid (num_tokens)."""
+    """Embed tokens, and compute cos and sin of the RoPE angles at their positions. Grid (num_tokens)."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_HALF)
     inv_freq = tl.load(inv_freq_ptr + h, mask=h < ROPES * HALF, other=0.0)
@@ -94,7 +94,7 @@ def norm_rows(
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Return an activation of x in float32. ACTIVATION: see `kernels.step.config`."""
+    """Return an activation of x in float32. ACTIVATION: name of the activation (see `kernels.step.config`)."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
@@ -132,7 +132,7 @@ def norm_and_rotate(
 ):
     """Norm q and k, and rotate their half-heads (RoPE). Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)).
 
-    ROW: the GEMM's input x was not normed. All heads, including v, are scaled by the row's norm factor, and the grid is
+    ROW: the GEMM's input x was not normed. Therefore all heads, including v, are scaled by the row's norm factor, and the grid is
     (num_tokens, cdiv(ALL_HEADS, BLOCK_H)).
     """
     token = tl.program_id(0).to(tl.int64)

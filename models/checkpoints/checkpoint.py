@@ -34,7 +34,8 @@ _SIZES = (
     "block_multiple_of",
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
-"""Maximum value of each size with a tighter bound than int32: far above any model, and small enough to refuse quickly."""
+"""Maximum value of each size with a tighter bound than int32. Each maximum is far above any model, and small enough to refuse
+larger values quickly."""
 _SIZE = re.compile(
     r"(^|[._])(n|num|d|sizes?|dims?|length|rank|heads?|layers?|block|experts?|groups?|labels|kernel|conv|expand|inner|count|width"
     r"|channels|state)([._]|$)"
@@ -85,7 +86,8 @@ def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]] | None:
-    """Return the shapes of a folder's tensors by name; None if they cannot be read; loading them then fails."""
+    """Return the shapes of a folder's tensors by name. None if the files cannot be read; loading the tensors then fails with an
+    error."""
     try:
         files = TensorFiles(folder, torch.device("cpu"))
     except ModelError:
@@ -162,7 +164,8 @@ def _purpose(architectures: list[str]) -> str:
 
 
 def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.json") -> None:
-    """Check each size, and that sizes divide one another where they must. file: name of the file with the sizes, for errors.
+    """Check that each size is possible, and that sizes divide one another if this is required. file: name of the file with the
+    sizes, for errors.
 
     :raises ModelError: if a size is impossible; the error names the first such size.
     """

@@ -25,8 +25,10 @@ log = logging.getLogger("headway")
 def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> frozenset[int]:
     """Return the token ids that end a response, and log each id with the files or objects that name it.
 
-    stated: config.json as written. config: config.json with its class's defaults. Its default id is used only if the files name
-    none, because an additional default could be an ordinary word. tokenizer: None if the model has none.
+    stated: config.json as written.
+    config: config.json with the defaults of its class. A default id is used only if the files name no id, because an additional
+    default could be an ordinary word.
+    tokenizer: None if the model has none.
 
     :raises ModelError: if a file names something that is not a token id.
     """
@@ -72,7 +74,7 @@ def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any)
 
 
 def _ids(folder: Path, source: str, value: Any) -> list[int]:
-    """Return the token ids in `value`. source: its origin, for errors. :raises ModelError: if anything else is found."""
+    """Return the token ids in `value`. source: origin of the value, for errors. :raises ModelError: if anything else is found."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
         raise ModelError(f"model {folder}: {_KEY} ({source}) needs token ids, got {shown(value)}")

@@ -20,11 +20,12 @@ from headway.models.config import ExpertNames
 def take_experts(
     shard: ExpertsShard, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
 ) -> RoutedWeights:
-    """Return the weights of one MoE layer, read from the checkpoint. at: prefix of the layer's tensor names. scale: factor of
-    the outputs of all experts.
+    """Return the weights of one MoE layer, read from the checkpoint.
 
-    Each of the two grouped GEMMs uses the checkpoint's quantization format if the source supports it and all experts have it. If
-    shared experts have a different format, or their slices end within a block, all experts are dequantized.
+    at: prefix of the layer's tensor names. scale: factor of the outputs of all experts.
+
+    Each of the two grouped GEMMs uses the checkpoint's quantization format if the source supports the format and all experts have
+    it. If shared experts have a different format, or their slices end within a block, all experts are dequantized.
     """
     config = shard.own
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)

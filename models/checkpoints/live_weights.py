@@ -87,7 +87,7 @@ class LiveWeights:
     """Weights of a running decoder, which the caller may replace between two steps.
 
     A layer merges, scales and packs the tensors that it takes, so a single tensor cannot be replaced: the layer is rebuilt from
-    all of its tensors. Passed tensors stay in host memory for that.
+    all of its tensors. Passed tensors stay in host memory for later rebuilds.
     """
 
     def __init__(self, decoder: Decoder, checkpoint: Callable[..., WeightSource], dummy: bool) -> None:
@@ -115,7 +115,7 @@ class LiveWeights:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Replace tensors, identified by checkpoint name, and return their names.
 
-        Layers are replaced one by one. If one is refused, the layers before it have been replaced.
+        Layers are replaced one by one. If a layer is refused, the layers before it have already been replaced.
 
         :raises ConfigError: if the model has no tensor of this name, or a backend has copied the tensor.
         :raises ModelError: if a tensor has a different shape.
@@ -158,13 +158,14 @@ class LiveWeights:
         return None
 
     def _ignores(self, name: str) -> bool:
-        """Return whether a passed tensor may be unused: one that checkpoints may contain, or a head tied to the embedding."""
+        """Return whether a passed tensor may remain unused: a tensor that checkpoints may contain unnecessarily, or a head tied
+        to the embedding."""
         names, tied = self._decoder.config.names, self._decoder.config.tie_word_embeddings
         head = tied and name.endswith(f"{names.head}.weight")
         return head or name.endswith(("rotary_emb.inv_freq", *names.ignored)) or name.startswith(names.ignored_modules)
 
     def _copy_part(self, index: int | None, built: object) -> None:
-        """Copy the tensors of a rebuilt part into the tensors of the running one."""
+        """Copy the tensors of a rebuilt part into the tensors of the running part."""
         running = self._decoder.part(index)
         place = "the embedding, the norm or the head" if index is None else f"layer {index}"
         if attention_facts(running) != attention_facts(built):

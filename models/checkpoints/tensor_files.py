@@ -44,7 +44,8 @@ _ELEMENTS = {
 
 
 class TensorFiles:
-    """Tensors in a folder, copied one by one from the memory-mapped file to the device, without another copy in host memory."""
+    """Tensors in a folder, copied one by one from the memory-mapped file to the device, without an additional copy in host
+    memory."""
 
     def __init__(
         self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), extra_folder: str | None = None
@@ -53,9 +54,8 @@ class TensorFiles:
 
         extra_folder: subfolder whose files are also read; None means no subfolder.
 
-        :raises ModelError: if the folder has no safetensors file, a file is missing or truncated, the index does not fit the
-        files, or two
-            files have a tensor of the same name without an index.
+        :raises ModelError: if the folder has no safetensors file, a file is missing or truncated, the index does not match the
+        files, or two files without an index have a tensor of the same name.
         """
         self.folder = folder
         self.device = device
@@ -102,7 +102,7 @@ class TensorFiles:
         return any(name.endswith(suffix) for name in self._file_of)
 
     def shape(self, name: str) -> list[int]:
-        """Return the unsharded shape of a tensor that exists."""
+        """Return the unsharded shape of a tensor. The tensor must exist."""
         stored = self._stored(name)
         shape: list[int] = self._file_of[stored].get_slice(stored).get_shape()
         return shape
@@ -112,9 +112,9 @@ class TensorFiles:
         self._left.discard(self._stored(name))
 
     def read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
-        """Read one tensor onto the device in its stored dtype; only this rank's shard if it is sharded.
+        """Read one tensor onto the device in its stored dtype; only this rank's shard if the tensor is sharded.
 
-        :raises ModelError: if it is missing, or its shape differs from the axes.
+        :raises ModelError: if the tensor is missing, or its shape differs from the axes.
         """
         self.check(name, axes)
         stored = self._found(name)
@@ -126,7 +126,7 @@ class TensorFiles:
     def check(self, name: str, axes: tuple[Axis, ...]) -> None:
         """Check a tensor's shape in the file header against `axes`, before anything is read or allocated.
 
-        :raises ModelError: if it is missing, or its shape differs from the axes.
+        :raises ModelError: if the tensor is missing, or its shape differs from the axes.
         """
         self._found(name)
         shape, whole = self.shape(name), list(whole_sizes(axes))
@@ -134,7 +134,8 @@ class TensorFiles:
             raise ModelError(f"weights: {name} needs shape {whole} by config.json, got {shape}")
 
     def read_number(self, name: str) -> float:
-        """Return the value of a one-element tensor of any shape. :raises ModelError: if it is missing or has more elements."""
+        """Return the value of a one-element tensor of any shape. :raises ModelError: if the tensor is missing or has more
+        elements."""
         stored = self._found(name)
         tensor: Tensor = self._file_of[stored].get_tensor(stored)
         if tensor.numel() != 1:
@@ -159,7 +160,7 @@ class TensorFiles:
         return {name: file.get_slice(name) for name, file in self._file_of.items()}
 
     def is_zero(self, name: str) -> bool:
-        """Return whether all elements of an existing tensor are 0, without marking it as read."""
+        """Return whether all elements of a tensor are 0, without marking the tensor as read. The tensor must exist."""
         return not bool(self._file_of[name].get_tensor(name).any())
 
     def close(self) -> None:

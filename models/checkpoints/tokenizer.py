@@ -86,7 +86,7 @@ def read_transformers_tokenizer(folder: Path) -> Any:
 
 
 def transformers_tokenizer(tokenizer: Any) -> Any:
-    """Return the transformers tokenizer behind a result of `read_tokenizer`; None if the argument is None."""
+    """Return the transformers tokenizer that corresponds to a result of `read_tokenizer`; None if the argument is None."""
     return tokenizer.transformers_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
 
 
@@ -117,7 +117,8 @@ class PlainTokenizer:
         return read_transformers_tokenizer(self._folder)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the transformers tokenizer; Python calls this only for attributes missing here."""
+        """Return an attribute of the transformers tokenizer. Python calls this method only for attributes that this class
+        lacks."""
         if name.startswith("__"):  # looked up by copy and pickle
             raise AttributeError(name)
         return getattr(self.transformers_tokenizer, name)
@@ -152,11 +153,11 @@ class PlainTokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """Added tokens by id."""
+        """Added tokens, keyed by id."""
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """Return a chat template: the argument, or the tokenizer's."""
+        """Return the given chat template, or the tokenizer's template if none is given."""
         if self.chat_template is None or chat_template is not None:
             return str(self.transformers_tokenizer.get_chat_template(chat_template, tools))
         return self.chat_template
@@ -204,7 +205,8 @@ def _is_plain(tokenizer: Any) -> bool:
 
 
 def _cache_file(folder: Path) -> Path | None:
-    """Return the path of a tokenizer's cache file, named after a digest of the tokenizer's files; None if they are unreadable."""
+    """Return the path of a tokenizer's cache file, named after a digest of the tokenizer's files; None if these files are
+    unreadable."""
     digest = hashlib.sha256(os.fsencode(f"{_FORM} {installed_versions(('transformers', 'tokenizers'))} {folder.resolve()}"))
     try:
         for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):

@@ -115,9 +115,9 @@ class Weights(WeightSource):
         return name in self._files or self._quantized(name, ()) is not None
 
     def take(self, name: str, shape: Shape) -> Tensor:
-        """Read one tensor; only this rank's shard if it is sharded.
+        """Read one tensor; only this rank's shard if the tensor is sharded.
 
-        :raises ModelError: if the tensor is missing, or its shape is not the configuration's.
+        :raises ModelError: if the tensor is missing, or its shape differs from the configuration.
         """
         return self._read(name, axes_of(shape)).to(self.dtype)
 
@@ -208,7 +208,8 @@ class Weights(WeightSource):
         return self._read(name, axes_of(shape)).to(dtype)
 
     def take_number(self, name: str) -> float:
-        """Return the value of a one-element tensor of any shape. :raises ModelError: if it is missing or has more elements."""
+        """Return the value of a one-element tensor of any shape. :raises ModelError: if the tensor is missing or has more
+        elements."""
         return self._files.read_number(name)
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
@@ -233,7 +234,7 @@ class Weights(WeightSource):
         return self._checked(name, axes)()
 
     def _checked(self, name: str, axes: tuple[Axis, ...]) -> Callable[[], Tensor]:
-        """Return a function that reads a tensor, after checking its shape; it dequantizes a quantized tensor."""
+        """Return a function that reads a tensor, and dequantizes it if it is quantized. The tensor's shape is checked at once."""
         found = self._quantized(name, axes)
         if found is not None:
             return functools.partial(self._dequantized, self._weight(*found), axes)
@@ -341,10 +342,11 @@ class DummyWeights(WeightSource):
         unit: Container[str] = (),
         form: StoredFormat | None = None,
     ) -> None:
-        """unit: tensors with standard deviation 1, such as an MoE model's embedding: its random router then separates tokens.
+        """unit: names of tensors with standard deviation 1, such as an MoE model's embedding, so that the random router separates
+        tokens.
 
-        form: quantization format of linear layers and experts; weights in formats that are dequantized are drawn plain. None
-        means that all are plain.
+        form: quantization format of linear layers and experts. Weights in formats that are dequantized are drawn plain. None
+        means that all weights are plain.
         """
         self._form = form
         self.dtype = dtype

@@ -31,7 +31,7 @@ class EncoderNames:
     layer: str
     """Prefix of all names in a layer; `{}` is the layer's index."""
     qkv: tuple[str, ...]
-    """Query, key and value projections, or a single name if all three are in one tensor."""
+    """Names of the query, key and value projections, or a single name if all three are in one tensor."""
     o: str
     attention_norm: str
     up: str
@@ -91,7 +91,8 @@ class EncoderTensors:
         self._prefix = prefix
 
     def norm(self, module: str) -> Norm:
-        """Return a LayerNorm over the residual stream; a missing bias becomes zeros: without a bias, `Norm` is an RMSNorm."""
+        """Return a LayerNorm over the residual stream. A missing bias becomes zeros, because a `Norm` without a bias is an
+        RMSNorm."""
         size = (self._config.hidden_size,)
         weight = self.weights.take(f"{self._prefix}{module}.weight", size)
         bias = self.weights.take(f"{self._prefix}{module}.bias", size) if self._config.norm_bias else torch.zeros_like(weight)
@@ -109,7 +110,7 @@ class Encoder:
     """Encoder over the packed tokens of all texts of a batch, one row per token; only attention mixes rows."""
 
     def __init__(self, config: EncoderConfig, weights: WeightSource, kernels: LinearKernels | None = None) -> None:
-        """Read the tensors from `weights`; the caller must call its `finish`. kernels: as in `EncoderTensors`."""
+        """Read the tensors from `weights`; the caller must call `weights.finish`. kernels: as in `EncoderTensors`."""
         self.config = config
         names = config.names
         hidden = config.hidden_size
@@ -132,7 +133,7 @@ class Encoder:
 
     @property
     def products(self) -> list[tuple[Linear, bool]]:
-        """Linear layers of the encoder, each with True if it is gated."""
+        """Linear layers of the encoder, each paired with True if the layer is gated, else False."""
         return [product for layer in self.layers for product in layer.products]
 
     expert_kinds: Sequence[ExpertsKind] = ()
@@ -184,13 +185,14 @@ class EncoderLayer:
         )
 
     def attend(self, x: Tensor, norm: Norm | None, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
-        """Return x [num_tokens, hidden_size] plus projected attention. norm: applied to the input of the projections, if any."""
+        """Return x [num_tokens, hidden_size] plus projected attention. norm: norm of the projections' input; None means no
+        norm."""
         rope = None if self._rope is None else ropes[self._rope]
         q, k, v = ops.norm_qkv(x, norm, self.qkv_proj, self.heads, rope)
         return ops.add_product(x, attention(self._index, q, k, v).flatten(1), self.o_proj)
 
     def mlp(self, x: Tensor, norm: Norm | None, ops: Operations) -> Tensor:
-        """Return x [num_tokens, hidden_size] plus the MLP's output. norm: applied to the MLP's input, if any."""
+        """Return x [num_tokens, hidden_size] plus the MLP's output. norm: norm of the MLP's input; None means no norm."""
         compute = ops.norm_gated_product if self._gated else ops.norm_product
         return ops.add_product(x, compute(x, norm, self.up_proj, self._activation), self.down_proj)
 

@@ -97,7 +97,10 @@ def opt(config: Any) -> dict[str, Any]:
 
 
 def _refuse(config: Any, **values: object) -> None:
-    """Check that no option has its unsupported value. values: unsupported values. :raises BeyondDecoderError: if it has."""
+    """Check options that have one unsupported value each. values: option name -> unsupported value.
+
+    :raises BeyondDecoderError: if an option has its unsupported value.
+    """
     for key, value in values.items():
         if getattr(config, key) == value:
             raise BeyondDecoderError(f"{key}: needs {str(not value).lower()}, got {str(value).lower()}")

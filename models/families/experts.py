@@ -116,7 +116,7 @@ def sigmoid_experts(config: Any, third: bool = True, grouped: bool = True) -> Ex
 
 
 def _count(config: Any) -> Any:
-    """Return the number of routed experts; its key depends on the transformers release and the family."""
+    """Return the number of routed experts. The name of its key depends on the transformers release and the family."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     field = next((name for name in reversed(names) if getattr(config, name, None) is not None), names[1])
     found = getattr(config, field, None)

@@ -172,7 +172,7 @@ _EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_e
 
 
 def _check_convolution(config: Any, state: StateConfig | None) -> None:
-    """Check that the activation of the convolution is silu; transformers uses the MLPs' activation there."""
+    """Check that the activation of the convolution is silu. transformers applies the MLPs' activation to the convolution."""
     if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
         return
     field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
@@ -191,7 +191,8 @@ def _layers(
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
     """Return the layers, with sliding windows and RoPE indices, and the rotary embeddings.
 
-    rotated: whether each layer has RoPE; None means all. parts: the parts of each layer, if layers differ.
+    rotated: for each layer, True if it has RoPE; None means that all layers have RoPE. parts: parts of each layer; None if all
+    layers have the same parts.
     """
     count = config.num_hidden_layers
     if parts is None:

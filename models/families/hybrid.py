@@ -172,7 +172,7 @@ def lfm2(config: Any) -> dict[str, Any]:
 
 
 def lfm2_moe(config: Any) -> dict[str, Any]:
-    """Return the options of LFM2 with experts after the leading dense layers."""
+    """Return LFM2-MoE's options: LFM2's, with experts after the leading dense layers."""
     experts = ExpertsConfig(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
@@ -234,7 +234,8 @@ def gated_delta(config: Any, beta_scale: float = 1.0) -> StateConfig:
 
 
 def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: str = "layer_types") -> list[Known]:
-    """Return the parts of each layer. known: parts of each kind. :raises BeyondDecoderError: if kinds are missing or unknown."""
+    """Return the parts of each layer. known: parts for each kind of layer. :raises BeyondDecoderError: if kinds are missing or
+    unknown."""
     if kinds is None:
         raise BeyondDecoderError(f"{key}: needs {' or '.join(known)} for each layer, got none")
     for index, kind in enumerate(kinds):

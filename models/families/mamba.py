@@ -182,7 +182,8 @@ def nemotron_h(config: Any) -> dict[str, Any]:
 
 
 def _nemotron_experts(config: Any) -> ExpertsConfig:
-    """Return the configuration of ungated experts with V3 routing. :raises BeyondDecoderError: if latent or biased."""
+    """Return the configuration of ungated experts with V3 routing. :raises BeyondDecoderError: if the experts are latent or have
+    biases."""
     if config.moe_latent_size is not None:
         layer = config.layer_types.index("moe")
         raise BeyondDecoderError(

@@ -58,8 +58,8 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
 def original_length(config: Any) -> int | None:
     """Return the maximum sequence length for `longrope`'s short factors (Phi-3, Phi-4); None if no layer uses `longrope`.
 
-    Cached keys must be rotated by one set of factors, so all sequences use the same set: the short factors if no sequence may
-    be longer than this, else the long factors (as in vLLM).
+    Cached keys must be rotated by one set of factors, so all sequences use the same set. These are the short factors if no
+    sequence may exceed this length, else the long factors (as in vLLM).
 
     :raises ModelError: if the configuration does not state the length.
     """
@@ -70,7 +70,8 @@ def original_length(config: Any) -> int | None:
 
 
 def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
-    """Return whether RoPE of type `longrope` uses its long factors; the choice is logged, with the way to change it."""
+    """Return whether RoPE of type `longrope` uses its long factors. The choice is logged, with the max_model_len that would
+    change it."""
     original = original_length(config)
     if original is None:
         return False
@@ -113,10 +114,11 @@ def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[to
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
-    """Return an order of a head's elements with which half-split RoPE over the head rotates its first `rotary_dim` elements.
+    """Return an order of a head's elements for which half-split RoPE over the whole head rotates only the checkpoint's first
+    `rotary_dim` elements.
 
-    Reordering both q and k does not change their dot products, so kernels for fully rotated heads also run partly rotated ones:
-    unrotated elements, with frequency 0, follow each half.
+    Reordering both q and k does not change their dot products, so kernels for fully rotated heads also support partly rotated
+    heads. Unrotated elements, with frequency 0, follow the rotated elements of each half.
     """
     half, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
     first, second = range(half), range(half, rotary_dim)

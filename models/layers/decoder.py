@@ -66,7 +66,7 @@ class MLP:
         return self.up_proj if self._gated else None
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let the operations merge the norm into the linear layer after it, if they support that."""
+        """Merge the norm into the linear layer after it, if the operations support merging."""
         if self.norm is not None and self._gated:
             norm, up_proj = ops.absorb(self.norm, self.up_proj)
             self.norm = norm
@@ -120,7 +120,7 @@ class ExpertsMLP:
 
     @property
     def kind(self) -> ExpertsKind | None:
-        """Kind of MoE layer; None if it has only one kernel and its weights are not repacked on a GPU."""
+        """Kind of MoE layer; None if the layer has only one kernel and its weights are not repacked on a GPU."""
         kind: ExpertsKind | None = getattr(self.compute, "kind", None)
         return kind if kind is not None and (kind.chooses or kind.device.type == "cuda") else None
 
@@ -142,7 +142,8 @@ class SelfAttention:
     def __init__(
         self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """place: index among the model's attention layers; batch_invariant: True if its backend must be batch-invariant."""
+        """place: index among the model's attention layers. batch_invariant: True if the attention backend must be
+        batch-invariant."""
         self._place = place
         names = config.names
         hidden, dim = config.hidden_size, config.head_dim
@@ -171,7 +172,7 @@ class SelfAttention:
         return [self.qkv_proj, self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let the operations merge the norm into the linear layer after it, if they support that."""
+        """Merge the norm into the linear layer after it, if the operations support merging."""
         if self.norm is not None and self._can_absorb:
             norm, qkv_proj = ops.absorb(self.norm, self.qkv_proj)
             self.norm = norm
@@ -289,8 +290,8 @@ def operations_for(
 ) -> Operations:
     """Return the operations of the device: fused kernels on a GPU with Triton, C code on a CPU with a compiler, else torch.
 
-    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, from `rope_tables`. kernels: kernels for
-    linear layers. experts: kernels for MoE layers. None means Headway's own kernels.
+    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, from `rope_tables`. kernels, experts: kernels for
+    linear layers and for MoE layers; None means Headway's own.
     """
     if inv_freq.device.type == "cpu":
         return _on_cpu(inv_freq, factors, experts)
@@ -324,11 +325,13 @@ class Decoder:
         kernels: LinearKernels | None = None,
         experts: ExpertsOptions | None = None,
     ) -> None:
-        """Read the layers' tensors from `weights`; with several ranks, this rank's shard (`ModelShard`).
+        """Read the layers' tensors from `weights`; with several ranks, read only this rank's shard (`ModelShard`).
 
-        batch_invariant: True if a row's bits must not depend on the other rows; slower. ranks: all ranks make the same calls;
-        the layers' specs have this rank's heads, and the logits cover this rank's part of the vocabulary. slots: adapter slots;
-        None means no adapters. kernels, experts: kernels for linear and MoE layers; None means Headway's own.
+        batch_invariant: True if a row's bits must not depend on the other rows, which is slower.
+        ranks: communication between ranks, which must all make the same calls. The layers' specs have this rank's heads, and the
+        logits cover this rank's part of the vocabulary.
+        slots: adapter slots; None means no adapters.
+        kernels, experts: kernels for linear and MoE layers; None means Headway's own.
 
         :raises ModelError: if batch_invariant is requested, but GEMM results on this machine depend on the batch.
         :raises ConfigError: if the model does not divide among the ranks.
@@ -374,14 +377,15 @@ class Decoder:
             index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
         }
         self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
-        """k_scale and v_scale of each attention layer's FP8 cache, from the checkpoint; 1 if it has no scales."""
+        """k_scale and v_scale of each attention layer's FP8 cache, from the checkpoint; 1 if the checkpoint has no scales."""
 
     @property
     def _linears(self) -> list[Linear]:
         return [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
 
     def _operations(self, ranks: Ranks, experts: ExpertsOptions | None) -> Operations:
-        """Return the operations of this device; if they are Headway's C code, also prepare it to run whole layers."""
+        """Return the operations of this device. If they are Headway's C code on a single rank, also prepare the C code to run
+        whole layers."""
         inv_freq, factors = rope_tables(self.config.ropes, self.device)
         operations = operations_for(inv_freq, factors, self._kernels, experts)
         if self._invariant:
@@ -396,7 +400,8 @@ class Decoder:
         return (self.embed, self.norm, self.lm_head) if index is None else self.layers[index]
 
     def rebuilt(self, index: int | None, weights: WeightSource) -> object:
-        """Return a new part, as for `part`, built from other weights; only without tensor parallelism. Raises as `__init__`."""
+        """Return a new part for the same index as in `part`, built from `weights`. Tensor parallelism is not supported. Raises
+        the same errors as `__init__`."""
         if index is None:
             return Decoder(replace(self.config, layers=()), weights, self._invariant, kernels=self._kernels).part(None)
         shard = ModelShard(self.config, by_expert=weights.device.type == "cpu")
@@ -420,13 +425,13 @@ class Decoder:
 
     @property
     def products(self) -> list[tuple[Linear, bool]]:
-        """Linear layers of all decoder layers, each with True if it is gated."""
+        """Linear layers of all decoder layers, each paired with True if the layer is gated, else False."""
         gated = {layer.mlp.gated_product for layer in self.layers if isinstance(layer.mlp, MLP)}
         return [(linear, linear in gated) for layer in self.layers for linear in layer.linears]
 
     @property
     def rounding(self) -> str:
-        """Description of how this CPU's kernels round activations; empty if they do not."""
+        """Description of how this CPU's kernels round activations; empty if the kernels do not round activations."""
         own = functions()
         bits = 0 if own is None else own.x_bits
         if not bits or not any(linear.packed is not None and linear.reads_quantized for linear, _ in self.products):
@@ -453,8 +458,8 @@ class Decoder:
     ) -> Tensor:
         """Return the last hidden states [num_tokens, hidden_size], normed. input_ids, positions: int32 or int64 [num_tokens].
 
-        embedded: pairs of a token index and rows [count, hidden_size], which replace the scaled embeddings of `count` tokens
-        from this index on; learned positions are still added.
+        embedded: pairs of a token index and rows [count, hidden_size]. The rows replace the scaled embeddings of `count` tokens
+        from the index on; learned positions are still added.
         """
         x, ropes = self.operations.embed(input_ids, positions, self.embed)
         for first, rows in embedded:
@@ -490,9 +495,8 @@ class DecoderLayer:
     def __init__(
         self, config: DecoderConfig, index: int, places: tuple[int, int], tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """config: configuration of this rank's shard. places: number of attention layers and of recurrent layers before this
-        layer. tensors: reader of the model's tensors.
-        """
+        """config: configuration of this rank's shard. places: number of attention layers and number of recurrent layers before
+        this layer. tensors: reader of the model's tensors."""
         layer = config.layers[index]
         config = config if layer.names is None else replace(config, names=layer.names)
         tensors = tensors.below(config.names.layer.format(index), config)
@@ -532,7 +536,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of all parts; norms are merged into them, and their batch invariance is checked."""
+        """Linear layers of all parts. Norms are merged into these layers, and the batch invariance of these layers is checked."""
         return [linear for part in self._parts for linear in part.linears]
 
     @property
@@ -560,7 +564,7 @@ STATE_PARTS: dict[str, type[StatePart]] = {
 def _head(
     config: DecoderConfig, weights: WeightSource, tensors: LayerTensors, vocabulary: VocabularyShard, table: Tensor
 ) -> Linear:
-    """Return the output head. table: the embedding, used as the head if they are tied."""
+    """Return the output head. table: the embedding, which is also the head if the two are tied."""
     names, shape = config.names, (vocabulary.axis, config.hidden_size)
     head = f"{names.head}.weight"
     tied = config.tie_word_embeddings and head not in weights

@@ -43,7 +43,8 @@ class RankedOperations:
         self.activated = inner.activated
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
-        """Return hidden states and RoPE tables; the rank that holds a token's embedding supplies it through an all-reduce."""
+        """Return hidden states and RoPE tables. The rank that stores a token's embedding supplies the embedding through an
+        all-reduce."""
         if embed.tokens is not None:
             own = (input_ids >= embed.tokens.start) & (input_ids < embed.tokens.stop)
             input_ids = torch.where(own, input_ids - embed.tokens.start, len(embed.table) - 1)
@@ -80,7 +81,7 @@ class RankedExperts:
         self._inner = inner
         self._ranks = ranks
         self.kind: Any = getattr(inner, "kind", None)
-        """Kind of the shard's MoE layer, if it has several kernels; None if it has only one."""
+        """Kind of the shard's MoE layer if the layer has several kernels, else None."""
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return `onto` (or x) plus the experts' output, summed over ranks."""
@@ -91,7 +92,8 @@ class RankedExperts:
 class SumsInOrder:
     """Ranks whose all-reduce always sums in rank order, so a row's bits do not depend on other rows.
 
-    A library's all-reduce starts with a different rank in each segment of its buffer. This class needs `size` times the memory.
+    A library's all-reduce starts with a different rank in each segment of its buffer. This class needs memory for `size` copies
+    of a tensor.
     """
 
     def __init__(self, inner: Ranks) -> None:

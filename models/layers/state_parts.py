@@ -24,7 +24,7 @@ from headway.models.shard import StateShard
 
 
 class StatePart(ABC):
-    """A recurrent part. Subclasses define the sections of the input projection and how they are used."""
+    """A recurrent part. Subclasses define the sections of the input projection and the use of each section."""
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         """place: index of the part's first layer among the model's recurrent layers.
@@ -109,7 +109,8 @@ def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) 
 
 
 def _convolved(modules: Sequence[str], sections: Sequence[Axis], channels: int) -> Mapping[str, Axis]:
-    """Return the channels of each convolution: one over the first sections together, or one for each of these sections."""
+    """Return the channels of each convolution: a single convolution over the first sections, or one convolution for each of these
+    sections."""
     ends = itertools.accumulate(section.size for section in sections)
     read = [section for section, end in zip(sections, ends, strict=True) if end <= channels]
     return dict(zip(modules, read if len(modules) > 1 else [functools.reduce(Axis.__add__, read)], strict=True))

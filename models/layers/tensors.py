@@ -84,11 +84,12 @@ class LayerTensors:
         order: Sequence[int] | None = None,
         scale: float | Sequence[float] = 1.0,
     ) -> Linear:
-        """Return linear layers with the same input, merged into one.
+        """Return linear layers with the same input, merged into one. If the input is sharded, the ranks' results must be summed,
+        and only rank 0 has the bias.
 
-        If the input is sharded, the ranks' results must be summed, and only rank 0 has the bias. sizes: module -> out_features.
-        order: row order of the result, as indices into this rank's rows. scale: factor of weights and biases, for all
-        rows or one for each row of the result.
+        sizes: module -> out_features.
+        order: row order of the result, as indices into this rank's rows.
+        scale: factor of weights and biases, either one for all rows or one for each row of the result.
         """
         summed = not Axis.of(in_features).is_whole
         rows_of = {self.prefix + module: Axis.of(size) for module, size in sizes.items()}
@@ -132,8 +133,10 @@ class LayerTensors:
     ) -> Linear:
         """Return linear layers with the same input, merged into one whose rows are ordered by section.
 
-        inputs: modules, each with its sections in order. sizes: section -> number of rows, in the order of the result.
-        groups: number of groups in checkpoints whose modules store the first group of all sections, then the second, and so on.
+        inputs: modules, each with its sections in order.
+        sizes: section -> number of rows, in the order of the result.
+        groups: number of groups, for checkpoints whose modules store all sections of the first group, then all sections of the
+        second group, and so on.
         scales: section -> factor.
         """
         modules: dict[str, int | Axis] = {}
@@ -159,7 +162,7 @@ _SUFFIXES = {
 
 
 def read_kv_scales(tensors: LayerTensors) -> tuple[float, float]:
-    """Return k_scale and v_scale of a layer: key = cached key * k_scale. They are 1 if the checkpoint has no scales.
+    """Return k_scale and v_scale of a layer: key = cached key * k_scale. Both are 1 if the checkpoint has no scales.
 
     :raises ModelError: if only one of the two exists, or a scale is not a number above 0.
     """

@@ -1,11 +1,13 @@
 """Attention functions that transformers' attention modules call: Headway's on the paged KV cache, and a probe at loading.
 
-transformers finds the function by name (`AttentionInterface`). It builds no mask for that name, because none is registered. An
-attention module carries an `AttentionSite`, which knows its layer and the arguments that every call must have.
+transformers finds the function by name (`AttentionInterface`). transformers builds no mask for this name, because no mask
+function is registered for it. An attention module carries an `AttentionSite`, which knows its layer and the arguments that every
+call must have.
 
-The probe is a call with a few tokens that finds out how a model attends, before its engine is created. Attention returns zeros
-in this call, so tokens cannot affect one another, unless the model mixes them elsewhere (convolution, state space, recurrence).
-Reversing the tokens' order shows such mixing: the model cannot run on packed sequences and is refused.
+The probe is a call with a few tokens that finds out how a model attends, before its engine is created. Attention returns zeros in
+this call, so tokens cannot affect one another, unless the model mixes them elsewhere (convolution, state space, recurrence). The
+probe detects such mixing by reversing the order of the tokens. A model with such mixing cannot run on packed sequences and is
+refused.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Current:
         _LIVE[self.handle] = self
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention of one layer. The arguments are those of `core.contract.model.Attention`."""
+        """Return the attention of one layer. Arguments are as in `core.contract.model.Attention`."""
         assert self.attention is not None, "an attention module runs only inside a call of its model"
         return self.attention(layer, q, k, v)
 
@@ -88,7 +90,7 @@ class AttentionSite:
     """Parameter with the module's sink logits. None means no sinks."""
     current: Current
     place: Tensor = field(init=False)
-    """int64 [2] in host memory: handle and layer index. As they are in a tensor, compiled code is shared by all layers."""
+    """int64 [2] in host memory: handle and layer index. Because both are in a tensor, all layers share the compiled code."""
 
     def __post_init__(self) -> None:
         self.place = torch.tensor([self.current.handle, self.layer])
@@ -161,7 +163,8 @@ PROBE = "headway_probe"
 """Name of Headway's attention implementation during the probe."""
 NUM_TOKENS = 6
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Maximum error relative to a row's norm, for each dtype: GEMMs may round differently if rows are reordered."""
+"""Maximum error relative to a row's norm, for each dtype. The tolerance is needed because GEMMs may round differently if rows are
+reordered."""
 
 _UNDERSTOOD = {
     *("scaling", "sliding_window", "softcap", "s_aux"),
@@ -269,7 +272,7 @@ def _mask(q_length: int, kv_length: int, mask_function: Callable[..., Tensor], *
 def _check_mask(where: str, mask: Any, window: int | None, options: dict[str, Any], module: nn.Module, longest: int) -> None:
     """Check the rule of the layer's mask against the arguments of the call.
 
-    :raises ModelError: if they differ, so that attention without the mask would give a different result.
+    :raises ModelError: if the rule and the arguments differ, so that attention without the mask would give a different result.
     """
     rule = getattr(mask, "rule", None)
     if rule is None:

@@ -31,13 +31,13 @@ from headway.models.transformers_adapter.model import TransformersModel, spec_of
 _NUM_TOKENS = 61
 """Number of tokens in the trial: a prime that equals no size of a model, because torch.compile unifies equal sizes."""
 _RECOMPILE_LIMIT = 64
-"""Maximum number of recompilations per process: enough for two per kind of layer in all its models."""
+"""Maximum number of recompilations per process: enough for two for each kind of layer in all models of the process."""
 
 Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """Compile with torch's own compiler, after a log line that announces it, because a request may wait for the compilation."""
+    """Compile with torch's own compiler. A log line first announces the compilation, because a request may wait for it."""
     announce_compilation("layers of the model (torch.compile)")
     # In this process: a compile worker would store kernels in Triton's own format, which `KernelCache` considers damaged.
     compiler: Any = torch._dynamo.lookup_backend("inductor")
@@ -127,7 +127,8 @@ _STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid", "recurrent")
 
 
 def refusal(model_class: Any, config: Any) -> str:
-    """Return the reason why a transformers class cannot run through the adapter, worded to follow its name; empty if it can."""
+    """Return the reason why a transformers class cannot run through the adapter, worded to follow the class name; empty if the
+    class can run."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder with a decoder; Headway runs only decoders"
     if config.get_text_config() is not config:
@@ -162,11 +163,13 @@ def load_adapted(
 ) -> TransformersModel:
     """Load a model with transformers' code, without running the model's own code.
 
-    config: from transformers. dummy: True for random weights, which are the same on every start with one kind of device.
-    torch_compile: True calls `compile_layers`; None ignores its failure, and logs the reason. longest: see `rope.read_rope`.
+    config: from transformers.
+    dummy: True for random weights, which are the same on every start with one kind of device.
+    torch_compile: True calls `compile_layers`. None also calls it, but ignores a failure and logs the reason.
+    longest: see `rope.read_rope`.
 
     :raises ModelError: if the adapter does not support the model, or weights do not fit its configuration. If Headway's decoder
-        supports the family, the message first names the unsupported feature of this model.
+    supports the family, the message first names the unsupported feature of this model.
     """
     with _lacking_first(config):
         adapted = _of_files(folder, config, dtype, device, dummy, longest)
@@ -192,7 +195,8 @@ def _lacking_first(config: Any) -> Iterator[None]:
 
 
 def _lacking(config: Any) -> str:
-    """Return the model's feature that Headway's decoder lacks; empty if it lacks none, or does not support the family."""
+    """Return a description of the model's first feature that Headway's decoder lacks; empty if the decoder lacks no feature, or
+    does not support the family."""
     try:
         if config.model_type in FAMILIES:
             read_decoder_config(config)

@@ -47,7 +47,7 @@ class TransformersModel:
 
         longest: see `rope.read_rope`.
 
-        :raises ModelError: if the model cannot run on packed sequences and a paged cache; the message names layer and reason.
+        :raises ModelError: if the model cannot run on packed sequences and a paged cache; the message states the reason.
         """
         model.requires_grad_(False).eval()
         text = model.config.get_text_config()
@@ -76,7 +76,7 @@ class TransformersModel:
             self._current.attention = None
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [rows, vocab_size], see core.contract.Model. hidden: [rows, hidden_size], only the rows to sample."""
+        """Return logits [rows, vocab_size]; see core.contract.Model. hidden: [rows, hidden_size], only the rows to sample."""
         found: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
         return found.to(hidden.dtype) if out is None else out.copy_(found)
 
@@ -88,10 +88,10 @@ class TransformersModel:
         return hidden
 
     def _probe(self) -> list[Call]:
-        """Return the model's attention calls, after finding the decoder inside it and checking that decoder plus head give its
-        logits.
+        """Return the model's attention calls. First find the decoder inside the model, and check that decoder and head together
+        give the model's logits.
 
-        :raises ModelError: if they give different logits, or tokens affect one another outside attention.
+        :raises ModelError: if the logits differ, or tokens affect one another outside attention.
         """
         model, order = self.model, torch.arange(NUM_TOKENS)
         ids = ((order * 7 + 3) % self.vocab_size).to(self.device)
@@ -170,7 +170,7 @@ def _with(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
 
 
 def spec_of(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
-    """Return the attention spec of a layer's call. :raises ModelError: if its dtypes are not the model's."""
+    """Return the attention spec of a layer's call. :raises ModelError: if the call's dtypes are not the model's."""
     dtypes = {tensor.dtype for tensor in call.tensors}
     if dtypes != {dtype}:
         named = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
@@ -203,7 +203,8 @@ def fix_rope(model: Any, longest: int) -> None:
     """Set RoPE frequencies that depend on a batch's longest sequence to fixed values, for up to `longest` tokens.
 
     Otherwise one sequence would change the rotation of other sequences' keys, which may be cached. `longrope` uses its short or
-    long factors, see `original_length`. `dynamic` changes past max_position_embeddings, which no sequence exceeds.
+    long factors; see `original_length`. `dynamic` would change its frequencies only above max_position_embeddings, which no
+    sequence exceeds.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

@@ -56,7 +56,8 @@ class Answer(ABC):
         check_ended(new, self.is_structured, self.form_field)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write a choice's first events. output: function that returns the output so far, which few kinds of answers need."""
+        """Write a choice's first events. output: function that returns the output so far; only some kinds of answers need this
+        output."""
         return b""
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
@@ -128,7 +129,7 @@ class ChunkedAnswer(Answer):
 
 
 def usage(outputs: Sequence[tuple[RequestOutput, int]]) -> CompletionUsage:
-    """Return the usage of prompts, each with the number of tokens of its completions."""
+    """Return the usage of several prompts. outputs: output of each prompt, with the number of tokens of its completions."""
     prompt = sum(len(output.prompt_token_ids) for output, _ in outputs)
     written = sum(count for _, count in outputs)
     cached = PromptTokensDetails(cached_tokens=sum(output.num_cached_tokens for output, _ in outputs))
@@ -143,8 +144,12 @@ def num_written(output: RequestOutput) -> int:
 
 
 def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
-    """Check that a completion has not failed. structured: it has a structured output, requested by `field`, which may be invalid.
-    :raises ApiError: if the completion has failed or was ended by the server."""
+    """Check that a completion has not failed.
+
+    structured: True if the request asks for a structured output, which may be invalid.
+    field: name of the request's field that asks for the structured output.
+    :raises ApiError: if the completion has failed or was ended by the server.
+    """
     if new.finish_reason == "error":
         message = new.error or "the completion has failed"
         by_form = message.startswith("structured_outputs") or (structured and not new.token_ids)
@@ -187,7 +192,8 @@ LOWEST = -9999.0
 
 
 def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
-    """Return `logprobs` of a chat's choice. most: top_logprobs. as_ids: write "token_id:123". text: the text before `places`."""
+    """Return `logprobs` of a chat's choice. most: value of top_logprobs. as_ids: write tokens as "token_id:123". text: bytes of
+    the text before `places`."""
     content = []
     for place in places:
         own = text.take(list(place))
@@ -204,8 +210,14 @@ def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, te
 def completion_logprobs(
     places: Sequence[LogprobsByToken | None], token_ids: Sequence[int], offset: int, most: int, as_ids: bool, decode: Any
 ) -> tuple[dict[str, Any], int]:
-    """Return `logprobs` of a completion's choice, and the offset after it. places: one per token id; None for a prompt's first.
-    offset: number of characters before them. most: logprobs of the request. decode: returns the text of a token."""
+    """Return `logprobs` of a completion's choice, and the text offset after these tokens.
+
+    places: log-probabilities for each token id; None for a prompt's first token.
+    offset: number of characters before the tokens.
+    most: number of logprobs that the request asks for.
+    as_ids: write tokens as "token_id:123".
+    decode: function that returns the text of a token.
+    """
     listed: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for place, token in zip(places, token_ids, strict=False):
         text = decode(token) if place is None else place[token].decoded_token or ""
@@ -231,14 +243,14 @@ def _finite(found: Logprob) -> float:
 
 
 class CompletionAnswer(ChunkedAnswer):
-    """Writes the answer to a CompletionRequest."""
+    """Writer of the answer to a CompletionRequest."""
 
     prefix = "cmpl-"
     chunk_object = "text_completion"
     around: ClassVar[tuple[str, str]] = ('"text":', ',"logprobs":null')
 
     def __init__(self, body: CompletionRequest, model: str, decode: Callable[[list[int]], str], name: str = "") -> None:
-        """model, name: see `Answer`. decode: returns the text of tokens, including special ones."""
+        """model, name: see `Answer`. decode: function that returns the text of tokens, including special ones."""
         super().__init__(body, model, body.logprobs is not None, name)
         self._echo = body.echo
         self._most = body.logprobs
@@ -306,7 +318,8 @@ class CompletionAnswer(ChunkedAnswer):
 
 
 def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Logprobs | None:
-    """Join log-probabilities of prompt and completion, unvalidated: openai's type forbids the None of a prompt's first token."""
+    """Join log-probabilities of prompt and completion. The result is not validated, because openai's type forbids None for a
+    prompt's first token."""
     if before is not None and after is not None:
         after = {name: before[name] + after[name] for name in after}
     found = after or before

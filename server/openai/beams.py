@@ -1,4 +1,4 @@
-"""Beam search in the server: one request of one token per beam and step, and one answer for all of them."""
+"""Beam search in the server: each beam sends a request for one token per step, and one answer contains the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ONE_BY_ONE: Final = (
 
 
 def check_fields(body: SamplingRequest) -> None:
-    """Check a request for unsupported fields of beam search. :raises ConfigError: if there is one."""
+    """Check a request for fields that beam search does not support. :raises ConfigError: if the request has such a field."""
     hint = "leave it out, or use_beam_search"
     if body.stream:
         raise ConfigError("stream", "false beside use_beam_search, whose texts are known at the end", "true", hint)
@@ -146,7 +146,7 @@ class BeamReply(Reply):
 
 
 async def _finished(stream: RequestStream) -> RequestOutput | None:
-    """Return the last output of a stream, or None if it was closed before."""
+    """Return the last output of a stream, or None if the stream was closed before the request finished."""
     async for output in stream:
         if output.finished:
             return output

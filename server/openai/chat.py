@@ -57,7 +57,7 @@ class ChatAnswer(ChunkedAnswer):
         return self.chunk([choice])
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """Write the new part of a choice as events. A text with parts other than content takes one event per part."""
+        """Write the new part of a choice as events. A text that contains parts other than content takes one event per part."""
         reader = self._reader(index)
         if reader is None:
             return super().piece(index, new, used)
@@ -77,7 +77,8 @@ class ChatAnswer(ChunkedAnswer):
         return b"".join(parts) + (b"" if last is None else self.chunk([last], counted))
 
     def read(self, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
-        """Return the pieces of a completion's new text, and its finish reason; None while it runs."""
+        """Return the pieces of a completion's new text, and the completion's finish reason, which is None while the completion
+        runs."""
         reader = self._reader(index)
         pieces = [ChatPiece("content", new.text)] * bool(new.text) if reader is None else self._read(reader, new)
         return pieces, self._finish_reason(new, reader)
@@ -103,7 +104,7 @@ class ChatAnswer(ChunkedAnswer):
         return self._readers[index]
 
     def _read(self, reader: ChatReader, new: CompletionOutput) -> list[ChatPiece]:
-        """Return the pieces of a completion's new text, including the rest if it has ended."""
+        """Return the pieces of a completion's new text, including the remaining pieces if the completion has ended."""
         pieces = reader.feed(new.text)
         if new.finish_reason is not None:
             pieces += reader.end()
@@ -158,7 +159,7 @@ class ChatAnswer(ChunkedAnswer):
 
 
 class BatchChatAnswer(Answer):
-    """Writes the answer to a BatchChatRequest: one choice per conversation, with the conversation's index."""
+    """Writer of the answer to a BatchChatRequest: one choice per conversation, with the conversation's index."""
 
     prefix = ChatAnswer.prefix
 
@@ -205,7 +206,8 @@ class Chats:
         return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
-        """Return a chat as {"prompt": text, "prompt_token_ids": ids}. use: from `tool_use`. :raises ConfigError: if invalid."""
+        """Return a chat as {"prompt": text, "prompt_token_ids": ids}. use: result of `tool_use`. :raises ConfigError: if the chat
+        is invalid."""
         messages, tools = self._service.chat_format.conversation(body.messages or [], use)
         return await self._service.llm.chat_prompt(
             messages,
@@ -238,7 +240,8 @@ class Chats:
             raise PromptError("messages", *error.reason[1:]) from None
 
     async def prepare_all(self, body: BatchChatRequest, answer: BatchChatAnswer) -> Sequence[CheckedRequest]:
-        """Check and tokenize several chats. Raises as `prepare`; the error has the conversation's index."""
+        """Check and tokenize several chats. Raises the same errors as `prepare`; an error in a message has the conversation's
+        index."""
         checked: list[CheckedRequest] = []
         for number, (chat, one) in enumerate(zip(body.chats, answer.chats, strict=True)):
             try:
@@ -265,7 +268,7 @@ def text_parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
 
 
 class ConvertedAnswer(Answer):
-    """Converts a chat's answer to another API's format: the chat parses the text, this class writes the result."""
+    """Converter of a chat's answer to a different API's format: the chat parses the text, and this class writes the result."""
 
     def __init__(self, chat: ChatAnswer, name: str = "") -> None:
         super().__init__(chat.body, chat.model, name)

@@ -51,7 +51,7 @@ class NativeRequest(Fields):
     """Request id, repeated in the answer."""
     return_logprob: bool = False
     logprob_start_len: int = -1
-    """Index of the first prompt token whose log-probability is returned. -1 means none."""
+    """Index of the first prompt token whose log-probability is returned. -1 means no prompt tokens."""
     top_logprobs_num: int = Field(default=0, ge=0)
     return_text_in_logprobs: bool = False
 
@@ -102,7 +102,8 @@ class TokensRequest(Fields):
     priority: int = 0
 
     def as_completion(self) -> CompletionRequest:
-        """Return the equivalent /v1/completions body. :raises ConfigError: if it asks for a stream or a parameter is unknown."""
+        """Return the equivalent /v1/completions body. :raises ConfigError: if the request asks for a stream or a parameter is
+        unknown."""
         if self.stream:
             raise ConfigError("stream", "false, because the tokens come at once on this path", "true", "/v1/completions streams")
         given = {name: value for name, value in self.sampling_params.items() if value is not None}
@@ -138,7 +139,7 @@ _Scored = list[Any]  # A token's log-probability, its id, and its text or None
 
 
 class NativeAnswer(Answer):
-    """Writer of answers in SGLang's format: each event has the whole text so far."""
+    """Writer of answers in SGLang's format. Each event of a stream contains the whole text so far."""
 
     prefix = "gen-"
 
@@ -243,7 +244,7 @@ class TokensAnswer(Answer):
 
 
 class DemoAnswer(Answer):
-    """Writer of answers as in vLLM's api_server: prompt and completion as one text, in a stream one line per step."""
+    """Writer of answers in the format of vLLM's api_server: prompt and completion as one text. A stream has one line per step."""
 
     prefix = "gen-"
 
@@ -277,7 +278,7 @@ _PROBE: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 class GenerateRoutes(RouteGroup):
-    """Routes of SGLang's server and of vLLM's api_server for the same engine, and SageMaker's single path for all bodies."""
+    """Routes with the paths of SGLang's server and vLLM's api_server, and SageMaker's single path for all request bodies."""
 
     def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
         self._service = service
@@ -286,7 +287,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("POST", "/generate", body=[NativeRequest, DemoRequest], direct=True)
     async def generate(self, request: Request) -> Response:
-        """Continue prompts: SGLang's body with `text` or `input_ids`, or vLLM's with `prompt`."""
+        """Continue the prompts of a body in SGLang's format (`text` or `input_ids`) or in vLLM's format (`prompt`)."""
         self._service.check_room()
         text, name = await read_text(request, self._service.options), self._service.names[0]
         if "prompt" in fields_of(text):
@@ -314,7 +315,7 @@ class GenerateRoutes(RouteGroup):
 
     @answers("POST", "/invocations", direct=True)
     async def invocations(self, request: Request) -> Response:
-        """Handle a body as the path for its kind does: as a chat if it has messages, else as a completion."""
+        """Handle a body as a chat if it has messages, else as a completion."""
         text = await read_text(request, self._service.options)
         body = fields_of(text)
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions" if "prompt" in body else None

@@ -30,7 +30,7 @@ _SAME: Final = tuple(
     for each in fields(SamplingParams)
     if each.name in SamplingRequest.model_fields and each.name not in ("max_tokens", "structured_outputs")
 )
-"""Fields with the same name and meaning in SamplingParams."""
+"""Names of request fields that have the same name and meaning in SamplingParams."""
 _COMPLETION_TOKENS: Final = 16  # default max_tokens of a completion in OpenAI's API
 
 
@@ -46,7 +46,8 @@ class ParamsMaker:
         self._remembered = lru_cache(_REMEMBERED)(lambda *given: replace(default, **dict(given)))
 
     def make(self, given: dict[str, Any]) -> SamplingParams:
-        """Return parameters with these fields. Equal values give the same object. :raises ConfigError: if a value is invalid."""
+        """Return parameters with the given field values. Equal values return the same object. :raises ConfigError: if a value is
+        invalid."""
         items = tuple(given.items())
         try:
             hash(items)
@@ -119,7 +120,7 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
 
 
 def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the outermost fields of a structural tag and return it. :raises ConfigError: if it is not a valid tag."""
+    """Return a structural tag after checking its outermost fields. :raises ConfigError: if the tag is invalid."""
     for name, need, kind in (("format", "an object", Mapping), ("structures", "a list", list), ("triggers", "a list", list)):
         if given.get(name) is not None and not isinstance(given[name], kind):
             raise ConfigError(f"response_format.{name}", need, shown(given[name], 60))
@@ -134,7 +135,8 @@ def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:
-    """Return prompts as texts, token ids or embeddings. :raises ApiError: if there are no prompts, too many, or invalid ones."""
+    """Return prompts as texts, token ids or embeddings. :raises ApiError: if there are no prompts, too many prompts, or invalid
+    prompts."""
     given, embedded = body.prompt, body.prompt_embeds
     if given is None and not embedded:
         raise ApiError(400, "prompt: needs a text, token ids, or prompt_embeds in its place, got none", "prompt")
@@ -150,7 +152,7 @@ def prompts_of(body: CompletionRequest) -> list[Any]:
 
 
 def _read_embedded(text: str) -> dict[str, Any]:
-    """Return a prompt of embeddings from base64. :raises ApiError: if it is not a tensor written by torch.save."""
+    """Return a prompt of embeddings from base64. :raises ApiError: if the data is not a tensor written by torch.save."""
     import torch
 
     need = "prompt_embeds: needs base64 of torch.save(tensor), floating point [num_tokens, hidden_size]"
@@ -171,7 +173,8 @@ def _read_embedded(text: str) -> dict[str, Any]:
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    """Return a chat's tools and tool choice. :raises ConfigError: if they are invalid, or deprecated fields are used."""
+    """Return a chat's tools and tool choice. :raises ConfigError: if the tools or the choice are invalid, or deprecated fields
+    are used."""
     for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, field) is not None:
             raise ConfigError(field, f"{instead}, which OpenAI has put in its place", "the older field", f"use {instead}")
@@ -179,7 +182,8 @@ def tool_use(body: ChatRequest) -> ToolUse:
 
 
 def template_kwargs(body: ChatRequest | TokenizeRequest | EmbeddingRequest) -> dict[str, Any]:
-    """Return the chat template's arguments. :raises ConfigError: if the request has a template, which could loop forever."""
+    """Return the chat template's arguments. :raises ConfigError: if the request has its own template, since a template could loop
+    forever."""
     given = dict(body.chat_template_kwargs or {})
     if body.chat_template is not None or "chat_template" in given:
         raise ConfigError("chat_template", "the model's own", "another", "leave it out")

@@ -32,7 +32,7 @@ class PromptReader:
     """Reader of one prompt's stream."""
 
     def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics, end: Ended) -> None:
-        """number: the prompt's index in its request. end: called with the output and its number of tokens at the end."""
+        """number: the prompt's index in its request. end: function called at the end with the output and its number of tokens."""
         self._stream = stream
         self._answer = answer
         self._ticket = ticket
@@ -43,7 +43,7 @@ class PromptReader:
         self._reasons: dict[int, str] = {}
         self._noted = False
         self.num_written = 0
-        """Number of tokens of all completions of the prompt so far."""
+        """Number of tokens generated so far, over all completions of the prompt."""
 
     @property
     def output(self) -> RequestOutput:
@@ -51,7 +51,8 @@ class PromptReader:
         return self._stream.state.output()
 
     async def whole(self) -> RequestOutput | None:
-        """Return the finished output, or None if the request was ended before. :raises ApiError: if a completion has failed."""
+        """Return the finished output, or None if the request was ended before it finished. :raises ApiError: if a completion has
+        failed."""
         async for last in self._stream:
             if last.finished:
                 break
@@ -93,7 +94,7 @@ class PromptReader:
         self.note()
 
     def note(self) -> None:
-        """Record the ended prompt's metrics, once. A completion without a reason was ended by its client or the server."""
+        """Record the ended prompt's metrics, once. A completion without a finish reason counts as aborted."""
         if self._noted:
             return
         self._noted = True
@@ -120,7 +121,8 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 
 
 class Reply(Response):
-    """The answer to one request, sent with raw ASGI: no task, lock or queue between the engine's tokens and the socket."""
+    """Answer to one request, sent directly through ASGI, without a task, lock or queue between the engine's tokens and the
+    socket."""
 
     def __init__(self, service: Service, answer: Answer, prepare: Prepare, ignored: Sequence[str] = ()) -> None:
         """ignored: names of the request's fields that are ignored."""
@@ -199,7 +201,8 @@ class Reply(Response):
             self._service.tracing.finished(output, written, params, self._request_headers)
 
     async def _wait_resumed(self, receive: Receive) -> bool:
-        """Wait until a paused server resumes. Return False if the client has disconnected. Raises as `Service.resumed`."""
+        """Wait until a paused server resumes. Return False if the client has disconnected. Raises the same errors as
+        `Service.resumed`."""
         self._watcher = asyncio.ensure_future(self._watch(receive))
         resumed = asyncio.ensure_future(self._service.resumed())
         try:
@@ -216,7 +219,7 @@ class Reply(Response):
                 await self._write(send, part)
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Send a part of a stream. Waits for a client that does not read, until `write_timeout`."""
+        """Send a part of a stream. If the client does not read, wait until `write_timeout` ends the connection."""
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + self._more_headers})
@@ -237,7 +240,7 @@ class Reply(Response):
             stream.close()
 
     async def _fail(self, error: Exception, send: Send) -> None:
-        """Send the client an error: as a status, or as an event of a stream that has begun."""
+        """Send the client an error: as a status or, if a stream has begun, as an event."""
         failure = api_error(error)
         if failure.status >= 500 and not isinstance(error, (ApiError, EngineDeadError)):  # the host already logs a dead engine
             log.error("a request has failed", exc_info=error)

@@ -20,16 +20,16 @@ MOST_STOPS = 64
 Count = Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)]
 Stops = Annotated[list[str], Field(max_length=MOST_STOPS)]
 TokenIds = list[Annotated[int, Field(strict=True)]]
-"""Token ids: integers. true and "5" are rejected."""
+"""Token ids as integers; true and "5" are rejected."""
 
 
 class StreamOptions(BaseModel):
     """Options for a stream's usage statistics."""
 
     include_usage: bool = False
-    """Send a last chunk with the usage and without choices."""
+    """True to send a last chunk with the usage and without choices."""
     continuous_usage_stats: bool = False
-    """Send the usage so far in every chunk, as in vLLM."""
+    """True to send the usage so far in every chunk, as in vLLM."""
 
 
 class JsonSchema(BaseModel):
@@ -50,14 +50,14 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    """Schema for "json_schema". A "structural_tag" has `format`, or `structures` and `triggers`, instead."""
+    """Schema if the type is "json_schema". The type "structural_tag" has `format`, or `structures` and `triggers`, instead."""
 
 
 class SamplingRequest(Fields):
     """Fields that chats and completions share. None means that a field was not given."""
 
     model: str | None = None
-    """One of the server's names for its model. None means the model itself."""
+    """One of the server's names for its model, or an adapter's name. None means the base model."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Count | None = 1
@@ -90,31 +90,32 @@ class SamplingRequest(Fields):
     structured_outputs: dict[str, Any] | None = None
     """Fields of StructuredOutputsParams."""
     guided_json: str | dict[str, Any] | None = None
-    """JSON schema. This and the next three fields are structured outputs under their names before vLLM 0.10."""
+    """JSON schema. This and the next three fields use the names that structured outputs had before vLLM 0.10."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
-    """Regular expression. This and the next field are structured outputs under SGLang's names."""
+    """Regular expression. This and the next field use SGLang's names of structured outputs."""
     ebnf: str | None = None
     use_beam_search: bool | None = None
-    """Find the most likely continuations by beam search, keeping n at each token, instead of sampling."""
+    """True to find the n most likely continuations by beam search instead of sampling."""
     length_penalty: float | None = None
-    """Exponent of a continuation's length, by which beam search divides its log-probability."""
+    """Exponent of the length penalty: beam search divides a continuation's log-probability by its length raised to this power."""
     priority: int = 0
     request_id: str | None = None
-    """Client's part of the answer's id, if the request has no header X-Request-Id."""
+    """The client's part of the answer's id, used if the request has no header X-Request-Id."""
     split_special_tokens: bool | None = None
-    """True to treat names of control tokens in prompts and contents as text. None means the server's option for contents and
-    False for prompts."""
+    """True to treat names of control tokens in prompts and message contents as text. None means the server's option for message
+    contents and False for prompts."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and the prompt's token ids to the first choice."""
     return_tokens_as_token_ids: bool = False
-    """Write the tokens of log-probabilities as "token_id:123"."""
+    """True to write the tokens of log-probabilities as "token_id:123"."""
 
     @property
     def older_form(self) -> dict[str, Any]:
-        """Structured output given in vLLM's older or SGLang's fields, by vLLM's current names; empty if there is none."""
+        """Structured output from vLLM's older fields or SGLang's fields, keyed by vLLM's current names; empty if none is
+        given."""
         found = {
             "json": self.guided_json,
             "regex": self.guided_regex or self.regex,
@@ -137,7 +138,8 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     tools: list[dict[str, Any]] | None = None
-    """Tools for the model, in its chat template, or described in the first message if the template does not support tools."""
+    """Tools for the model. They are passed to the chat template, or described in the first message if the template does not
+    support tools."""
     tool_choice: str | dict[str, Any] | None = None
     """Choice of the tools to call. None means "auto" if there are tools."""
     parallel_tool_calls: bool | None = None
@@ -155,12 +157,12 @@ class ChatRequest(SamplingRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    """Rejected: a template is a program."""
+    """Rejected: a template is a program that could run forever."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     """Variable of the chat template: texts on which the answer may be based."""
     echo: bool = False
-    """Begin the answer with the last message, if it is the assistant's or is continued."""
+    """True to begin the answer with the last message, if that message is the assistant's or the request continues it."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -193,7 +195,7 @@ class CompletionRequest(SamplingRequest):
     prompt_embeds: str | Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = None
     """Prompts as embeddings: base64 of torch.save's output. They precede the prompts in `prompt`."""
     echo: bool | None = False
-    """Begin each text with its prompt."""
+    """True to begin each text with its prompt."""
     logprobs: int | None = Field(default=None, ge=0)
     suffix: str | None = None
 
@@ -226,16 +228,17 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
 
 
 class PooledRequest(BaseModel):
-    """Fields that all pooling bodies share. Other fields are ignored, as OpenAI's servers do."""
+    """Fields that all pooling bodies share. Other fields are ignored, as on OpenAI's servers."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
     """One of the server's names for its model. None means the model itself."""
     truncate_prompt_tokens: int | None = None
-    """Maximum number of tokens of a text, -1 for the model's limit. None rejects longer texts."""
+    """Number of tokens to which longer texts are truncated; -1 means the model's limit. None rejects texts longer than the
+    model's limit."""
     request_id: str | None = None
-    """Client's part of the answer's id, if the request has no header X-Request-Id."""
+    """The client's part of the answer's id, used if the request has no header X-Request-Id."""
     user: str | None = None
 
 
@@ -250,18 +253,18 @@ class EmbeddingRequest(PooledRequest):
         | None
     ) = None
     messages: list[dict[str, Any]] | None = None
-    """Conversation to embed as one text, in the model's chat template."""
+    """Conversation to embed as one text, rendered with the model's chat template."""
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template: str | None = None
-    """Rejected: a template is a program."""
+    """Rejected: a template is a program that could run forever."""
     chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Prompts of `input`: texts, or the token ids of each."""
+        """Prompts in `input`, each as a text or as a list of token ids."""
         if self.input is None:
             return []
         if isinstance(self.input, str):
@@ -288,13 +291,13 @@ class ScoreRequest(PooledRequest):
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
-    """Same as `text_1`, in newer releases of vLLM."""
+    """Name of `text_1` in newer releases of vLLM."""
     documents: str | Texts | None = None
     """Same as `text_2`."""
 
     @property
     def texts(self) -> tuple[str | list[str], str | list[str]]:
-        """Queries and documents. A missing one is an empty list, which is later rejected by name."""
+        """Queries and documents. A missing field yields an empty list, which is rejected later with the field's name."""
         return self.queries or self.text_1 or [], self.documents or self.text_2 or []
 
 

@@ -113,7 +113,7 @@ class ResponsesRequest(Fields):
         return [{"type": "message", "role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def check(self) -> None:
-        """Check for unsupported fields. :raises ApiError: if there is one; the error names it."""
+        """Check for unsupported fields. :raises ApiError: if a field is unsupported; the error names the field."""
         for name, need in _NOT_BUILT.items():
             if getattr(self, name):
                 raise ApiError(400, f"{name}: needs {need}, got {str(getattr(self, name))[:60]!r}", name)
@@ -123,7 +123,8 @@ class ResponsesRequest(Fields):
             )
 
     def chat(self, before: Sequence[Item]) -> ChatRequest:
-        """Return the equivalent chat. before: items of the continued conversation. :raises ConfigError: if unsupported."""
+        """Return the equivalent chat. before: items of the continued conversation. :raises ConfigError: if chats do not support
+        the request."""
         found: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if name in (*SHARED_FIELDS, "top_k", "stop")
         }
@@ -159,8 +160,9 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 
 
 def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, Any]]:
-    """Return the chat messages of items; the model's consecutive reasoning, message and calls are one message.
-    first: index of the request's first own item. :raises PromptError: if an item is unsupported or invalid."""
+    """Return the chat messages of items. Consecutive reasoning, message and calls of the model become one message.
+    first: index of the first item that this request adds to the conversation. :raises PromptError: if an item is unsupported or
+    invalid."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         place = f"input.{number - first}"
@@ -205,7 +207,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _texts(content: Any, place: str) -> list[str]:
-    """Return the texts of an item's content. :raises PromptError: if it has anything else."""
+    """Return the texts of an item's content. :raises PromptError: if the content has anything other than texts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -222,7 +224,8 @@ def _texts(content: Any, place: str) -> list[str]:
 
 
 def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
-    """Return a tool in the format of chats. :raises ConfigError: if it is a server-side tool of OpenAI or invalid."""
+    """Return a tool in the format of chats. :raises ConfigError: if the tool is invalid or is one of OpenAI's server-side
+    tools."""
     if tool.type != "function":
         raise ConfigError(f"{place}.type", "function, the one type of tools that models call here", shown(tool.type, 60))
     given = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
@@ -231,7 +234,7 @@ def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
 
 
 def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return the tool choice in the format of chats. :raises ConfigError: if chats do not support it."""
+    """Return the tool choice in the format of chats. :raises ConfigError: if chats do not support this choice."""
     if not isinstance(given, dict):
         return given
     if given.get("type") != "function":
@@ -242,7 +245,7 @@ def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 _TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
-"""Kind of a piece -> type of the piece's item."""
+"""Kind of a ChatPiece -> type of the item that contains it."""
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXT_EVENTS: Final = {
     "message": "response.output_text",
@@ -262,7 +265,7 @@ class OpenItem:
         self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
         self._call_id = piece.id
         self.name = piece.text if piece.kind == "call" else ""
-        """Name of the function, for a call."""
+        """Name of the called function; empty for other items."""
         self._texts: list[str] = []
 
     @property
@@ -313,7 +316,7 @@ class ResponsesAnswer(ConvertedAnswer):
         self._number = 0
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write the response before its output."""
+        """Write the events that announce the response, before any output."""
         response = self._response("in_progress")
         return b"".join(self._event(f"response.{word}", {"response": response}) for word in ("created", "in_progress"))
 
@@ -323,12 +326,13 @@ class ResponsesAnswer(ConvertedAnswer):
         return b"".join(self._piece(each) for each in pieces)
 
     def _note(self, reason: str | None) -> None:
-        """Record why the answer has ended, if it has."""
+        """Mark the response as incomplete if the answer has reached its maximum length."""
         if reason == "length":
             self._status = "incomplete"
 
     def _piece(self, piece: ChatPiece) -> bytes:
-        """Write a piece. If it belongs to another item, first write the end of the old item and the start of the new one."""
+        """Write a piece. If the piece starts a new item, first write the end of the current item and the start of the new
+        item."""
         events = b""
         if self._open is None or (self._open.kind, self._open.call) != (_TYPES[piece.kind], piece.call):
             events = self._close("completed") + self._start(piece)
@@ -443,7 +447,7 @@ MOST_BYTES: Final = 64 * 2**20
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and the conversation up to it."""
+    """A response and the conversation that precedes it."""
 
     response: dict[str, Any]
     before: Sequence[Item]
@@ -457,10 +461,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The last responses of a server; the oldest are evicted. Only for the server's event loop."""
+    """Most recent responses of a server; the oldest responses are evicted first. For use only in the server's event loop."""
 
     def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
-        """most: maximum number of responses; 0 stores none. most_bytes: maximum bytes of JSON; the newest always stays."""
+        """most: maximum number of responses; 0 stores none. most_bytes: maximum bytes of JSON; the newest response is stored even
+        if it is larger."""
         self.most = most
         self._most_bytes = most_bytes
         self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
@@ -478,7 +483,8 @@ class ResponseStore:
             self._bytes -= gone
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """Return a stored response. param: the request's field with its id. :raises ApiError: if it is not stored (any more)."""
+        """Return a stored response. param: request field that contains the id, for the error message. :raises ApiError: if no
+        such response is stored (any more)."""
         found = self._found.get(response_id)
         if found is None:
             kept = (
@@ -490,7 +496,7 @@ class ResponseStore:
         return found[0]
 
     def remove(self, response_id: str) -> None:
-        """Forget a response. :raises ApiError: if it is not stored."""
+        """Forget a response. :raises ApiError: if no response with this id is stored."""
         self.get(response_id)
         _, size = self._found.pop(response_id)
         self._bytes -= size
@@ -543,7 +549,7 @@ class ResponsesRoutes(RouteGroup):
 
     @answers("POST", "/v1/responses/{response_id}/cancel")
     async def cancel(self, response_id: str) -> Response:
-        """Reject the request: responses end with their client's connection."""
+        """Reject the request: a response ends when its client disconnects."""
         self.store.get(response_id)
         raise ApiError(400, "cancel: needs a response in the background, which this server has none of", "response_id")
 

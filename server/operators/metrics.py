@@ -18,18 +18,19 @@ from headway.outputs import RequestMetrics
 
 
 class Histogram:
-    """Counts of values by upper bound. Single-threaded and much faster than prometheus_client, since every token is a value."""
+    """Counts of values by upper bound. Not thread-safe, but much faster than prometheus_client, since every token adds a
+    value."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: ascending upper bounds; larger values count under infinity."""
+        """bounds: ascending upper bounds. Larger values are counted in the bucket for infinity."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value."""
+        """Add a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
@@ -54,7 +55,7 @@ class Labels:
         self._values = (model_name, "0")
 
     def gauge(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
-        """Return a gauge. samples: pairs of values for `labels` and the gauge's value."""
+        """Return a gauge. samples: pairs (values of `labels`, value of the gauge)."""
         return self._filled(GaugeMetricFamily(name, text, labels=[*self._names, *labels]), samples)
 
     def counter(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
@@ -106,7 +107,7 @@ _REASONS: Final = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """Counts and times of the server's requests. Only for its event loop."""
+    """Counts and times of the server's requests. For use only in the server's event loop."""
 
     def __init__(self, model_name: str, block_size: int) -> None:
         """model_name: label of every metric. block_size: tokens per KV cache block."""
@@ -123,7 +124,8 @@ class Metrics:
     def finished(
         self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
     ) -> None:
-        """Add a finished request. reasons: finish_reason of each completion. longest: length of the longest. most: max_tokens."""
+        """Add a finished request. reasons: finish_reason of each completion. longest: number of tokens in the longest completion.
+        most: the request's max_tokens."""
         self._reasons.update(reasons)
         found = self._histograms
         found["request_prompt_tokens"].observe(prompt_tokens)
@@ -171,7 +173,8 @@ class Metrics:
         yield from self._steps(now.totals)
 
     def _step_tokens(self, totals: EngineStats) -> Metric:
-        """Return the histogram of tokens per step, with powers of two as bounds, by which the engine counts steps."""
+        """Return the histogram of tokens per step. Its bounds are one less than powers of two, because the engine counts steps in
+        these ranges."""
         buckets, total = [], 0
         for bits in range(1, max(totals.steps_by_tokens, default=1) + 1):
             total += totals.steps_by_tokens[bits]
@@ -205,7 +208,7 @@ class Metrics:
 
 
 class Figures(Collector):
-    """Collector of metric families that were built by hand."""
+    """Collector that returns the given metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)

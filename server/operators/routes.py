@@ -33,7 +33,7 @@ class LoadAdapterRequest(Fields):
     lora_path: str
     """Folder in peft's format."""
     load_inplace: bool = False
-    """True to replace an adapter of this name; running requests keep using the old one."""
+    """True to replace an adapter of this name; running requests keep using the old adapter."""
 
 
 class UnloadAdapterRequest(Fields):
@@ -124,7 +124,7 @@ class ProfileRoutes(RouteGroup):
 
     @answers("POST", "/stop_profile")
     async def stop(self) -> Response:
-        """Stop the profile. Return how the step time was spent and the path of the trace."""
+        """Stop the profile. Return a breakdown of the step time and the path of the trace."""
         self._folder()
         async with self._lock:
             if not self._profiling:
@@ -185,8 +185,9 @@ class OperatorRoutes(RouteGroup):
 
     @answers("POST", "/pause")
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Response:
-        """Hold back new requests until /resume. mode: "abort" ends running requests; "wait" waits until they have ended.
-        clear_cache: forget all cached prompts."""
+        """Hold back new requests until /resume. mode: "abort" ends running requests; "wait" waits until they have ended; "keep"
+        is rejected.
+        clear_cache: True to forget all cached prompts."""
         self._service.check_operator()
         await self._end_all(mode)
         if clear_cache and self._service.is_paused:
@@ -272,7 +273,7 @@ class OperatorRoutes(RouteGroup):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON; values without a JSON form, such as special tokens, become text."""
+    """Return a value for JSON. Values that JSON cannot represent, such as special tokens, become text."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

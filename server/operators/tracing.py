@@ -24,7 +24,8 @@ _INSTALL: Final = "pip install 'headway[otel]'"
 
 
 def find_exporter(endpoint: str) -> Callable[[], SpanExporter]:
-    """Return the exporter class for gRPC or HTTP ($OTEL_EXPORTER_OTLP_TRACES_PROTOCOL). :raises ConfigError: if unavailable."""
+    """Return the exporter class for the protocol in $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, gRPC or HTTP. :raises ConfigError: if
+    the exporter is unavailable."""
     protocol = os.environ.get(_PROTOCOL, "grpc")
     try:
         if protocol == "grpc":
@@ -44,7 +45,7 @@ _HEADERS: Final = frozenset((b"traceparent", b"tracestate"))
 
 
 class Tracing:
-    """Creator of the spans of a server's requests. A thread of the OpenTelemetry library sends them."""
+    """Creator of the spans of a server's requests. A thread of the OpenTelemetry library sends the spans."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -69,7 +70,8 @@ class Tracing:
     def finished(
         self, output: RequestOutput, written: int, params: SamplingParams, headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
-        """Add the span of a finished prompt. written: tokens of its completions. headers: may contain the parent trace."""
+        """Add the span of a finished prompt. written: number of tokens in the prompt's completions. headers: may contain the
+        parent trace."""
         from opentelemetry.trace import SpanKind
 
         named = {name.decode(): value.decode("latin-1") for name, value in headers if name in _HEADERS}
@@ -113,5 +115,6 @@ class Tracing:
 
 
 def tracing_to(endpoint: str, model: str) -> Tracing:
-    """Return a Tracing for an OTLP endpoint. Raises as `find_exporter`. model: the server's name for the model."""
+    """Return a Tracing for an OTLP endpoint. Raises the same errors as `find_exporter`. model: the server's name for the
+    model."""
     return Tracing.to(find_exporter(endpoint)(), model)

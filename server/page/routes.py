@@ -25,7 +25,7 @@ from headway.server.service import Service
 from headway.version import __version__
 
 MOST_SEQUENCES: Final = 48
-"""Maximum number of sequences to list. For the rest, only their number is shown."""
+"""Maximum number of sequences to list. Only the number of further sequences is shown."""
 _TOTALS: Final = (
     *("num_steps", "num_graph_steps", "num_output_tokens", "num_prompt_tokens", "num_cached_tokens", "num_preemptions"),
     *("num_draft_tokens", "num_accepted_tokens", "blocks_offloaded", "offload_hits"),
@@ -33,7 +33,7 @@ _TOTALS: Final = (
 
 
 class Choices:
-    """Explanation of a selector's choices, without changing the choices for the engine's steps."""
+    """Explains a selector's choices without affecting the choices for the engine's steps."""
 
     def __init__(self, selector: Selector, device_type: str) -> None:
         self.selector = selector
@@ -50,8 +50,9 @@ class Choices:
     def look_up(self, shape: Shape) -> dict[str, Any]:
         """Return the measured time of each backend for a step, fastest first, from the measurements that `auto` uses.
 
-        `backends`: the engine's candidates for the step, the default first. `ranking`: empty without measurements. `covered`:
-        whether the shape is within the measured grid; outside, the nearest measured point decides.
+        `backends`: the engine's candidates for the step, the default first. `ranking`: the times; empty without measurements.
+        `covered`: whether the shape is within the measured grid. For a shape outside the grid, the nearest measured point
+        decides.
         """
         shape = as_run(shape, self._device_type)
         costs, candidates = self.selector.costs, self.selector.candidates_for(shape.phase, shape.batch)
@@ -87,7 +88,8 @@ class Choices:
 
 
 def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any]:
-    """Return the engine's statistics as plain data. queued: requests not yet passed to the engine. `totals` only increase."""
+    """Return the engine's statistics as plain data. queued: number of requests not yet passed to the engine. The values in
+    `totals` only increase."""
     engine = now.engine
     decode = None
     if now.num_decoding:
@@ -125,7 +127,8 @@ def explained(driver: EngineDriver, shape: Shape) -> dict[str, Any]:
 
 
 def table_of(driver: EngineDriver) -> dict[str, Any]:
-    """Return the choice at start, the reasons against other backends, and the measured points of the layout and block size."""
+    """Return the backends chosen at start, the reasons against other backends, and the measured points for the chosen layout and
+    block size."""
     choices = choices_of(driver)
     selection, costs = choices.selector.selection, choices.selector.costs
     return {
@@ -158,7 +161,7 @@ ASSETS: Final = {
     "/headway/page/table.js": ("table.js", "text/javascript"),
     "/headway/page/dom.js": ("dom.js", "text/javascript"),
 }
-"""Path -> file, media type. The files are the same for all users and need no API key; the data needs the key."""
+"""Path -> (file, media type). The files are the same for all users and need no API key; requests for the data need the key."""
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -203,7 +206,7 @@ class PageRoutes(RouteGroup):
 
     @answers("GET", "/headway/table")
     async def table(self) -> Response:
-        """Return the choice at start, the reasons against other backends, and the measured times that `auto` uses."""
+        """Return the backends chosen at start, the reasons against other backends, and the measured times that `auto` uses."""
         if self._table is None:
             found = await self._llm.run_task(table_of, concurrently=True)
             served = {"served_as": self._service.names, "sampling": self._service.recommended_sampling()}
@@ -214,7 +217,8 @@ class PageRoutes(RouteGroup):
     async def explain(
         self, phase: Literal["prefill", "extend", "decode"], batch: _Number = 1, query_len: _Number = 1, kv_len: _Number = 1
     ) -> Response:
-        """Return each backend's time for a step of `batch` equal sequences with `query_len` new tokens and `kv_len` in total."""
+        """Return each backend's time for a step of `batch` equal sequences, each with `query_len` new tokens and `kv_len` tokens
+        in total."""
         shape = Shape(Phase(phase), batch, query_len, kv_len)
         if query_len > kv_len:
             raise ApiError(400, f"query_len: needs at most kv_len ({kv_len}) new tokens, got {query_len}", "query_len")

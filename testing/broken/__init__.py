@@ -1,1 +1,1 @@
-"""Backends and kernels with one planted mistake each. The kit must detect each one and name its mistake."""
+"""Backends and kernels with one planted mistake each. The conformance kit must detect each of them and name its mistake."""

@@ -1,6 +1,6 @@
 """Plain attention backend, written like the definition of attention, and variants with one planted mistake each.
 
-The kit must detect every variant and name its mistake.
+The conformance kit must detect every variant and name its mistake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from headway.core.contract.metadata import AttentionMetadata
 
 @dataclass
 class PlainPlan:
-    """Plan that stores a step's metadata. Layers read the metadata's tensors when they run, so graph replays need no update."""
+    """Plan that stores a step's metadata. Layers read the metadata's tensors when they run, so graph replays need no update of
+    the plan."""
 
     metadata: AttentionMetadata
 
@@ -41,11 +42,11 @@ class PlainBackend(AttentionBackend):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Compute each sequence from its cached keys and values, which include this step's tokens."""
+        """Compute attention for each sequence from its cached keys and values, which include this step's tokens."""
         self.decode(q, cache, plan, out)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Compute each sequence from its cached keys and values; padding rows are skipped."""
+        """Compute attention for each sequence from its cached keys and values; padding rows are skipped."""
         metadata, start = plan.metadata, 0
         for number, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens.tolist(), strict=True)):
             if kv_len:
@@ -68,7 +69,7 @@ class PlainBackend(AttentionBackend):
         return cache.gather(blocks[at // self.block_size] * self.block_size + at % self.block_size)
 
     def scale(self) -> float:
-        """Return the factor of the scores."""
+        """Return the factor by which the scores are scaled."""
         return self.spec.scale
 
     def kv_heads(self, device: torch.device) -> Tensor:
@@ -88,7 +89,7 @@ class PlainBackend(AttentionBackend):
         return scores.masked_fill(hidden, -torch.inf)
 
     def ago(self, scores: Tensor, context: int) -> Tensor:
-        """Return the distance of each key before each query in positions, [n, kv_len]."""
+        """Return the distance from each key to each later query in positions, [n, kv_len]."""
         n, kv_len = scores.shape[1:]
         keys = torch.arange(kv_len, device=scores.device)
         return torch.arange(context, context + n, device=scores.device)[:, None] - keys
@@ -172,9 +173,9 @@ def _one_maximum(self: PlainBackend, scores: Tensor) -> Tensor:
 
 
 def _over(change: Any) -> Any:
-    """Return a `sequence` method with changed arguments.
+    """Return a `sequence` method that computes the output with changed arguments.
 
-    change: (self, q, keys, values, context, metadata) -> q, keys, values, context.
+    change: function (self, q, keys, values, context, metadata) -> (q, keys, values, context).
     """
 
     def sequence(

@@ -98,7 +98,7 @@ class ReferenceExperts(ExpertsKernel):
         out.copy_(found)
 
     def pairs(self, experts: Tensor, scores: Tensor, expert: int) -> tuple[Tensor, ...]:
-        """Return the tokens routed to an expert, and their slots."""
+        """Return the indices of the tokens routed to an expert, and the slots of these tokens that hold the expert."""
         return (experts == expert).nonzero(as_tuple=True)
 
     def add(self, rows: Tensor, bias: Tensor | None, expert: int) -> Tensor:
@@ -225,8 +225,8 @@ PLANTED_KERNELS: dict[str, type[Kernel]] = {
 
 
 class PlainStates(StateBackend):
-    """State backend that computes one sequence and one token at a time. Its plan is the step's metadata, which is read when
-    the plan runs."""
+    """State backend that computes one sequence and one token at a time. Its plan is the step's metadata, which is read when a
+    step runs."""
 
     name = "plain-states"
     capabilities = StateCapabilities(
@@ -266,7 +266,7 @@ class PlainStates(StateBackend):
         return slot >= 0
 
     def begin(self, cache: StateCache, slot: int, context: int) -> SequenceState:
-        """Return a sequence's state before the step."""
+        """Return the state that a sequence has before the step."""
         if context == 0:
             return SequenceState.zeros(self.spec)
         return SequenceState(
@@ -294,7 +294,8 @@ class PlainStates(StateBackend):
         return [slot for slot in found if self.is_real(slot)]
 
     def is_due(self, after: int, tokens: int, length: int) -> bool:
-        """Return whether a checkpoint requested after `after` tokens is written after `tokens` tokens."""
+        """Return whether a checkpoint that was requested after `after` new tokens must be written once `tokens` new tokens have
+        been processed."""
         return after == tokens
 
     def keep(self, cache: StateCache, slot: int, state: SequenceState) -> None:
@@ -389,7 +390,7 @@ _MISTAKES: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""Name -> attributes that override the plain backend's."""
+"""Name of a mistake -> attributes that override the attributes of the plain backend."""
 
 PLANTED_STATES: dict[str, type[StateBackend]] = {
     name: type(name.title().replace("-", ""), (PlainStates,), {"name": name, "__module__": __name__, **changes})

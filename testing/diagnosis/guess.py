@@ -18,7 +18,8 @@ from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
 from headway.core.oracle.oracle import StepSequence, attend, distance, expected
 
 _CLEARLY = 0.25
-"""A mistake matches an output if their distance is below this fraction of the distance from mistake to correct answer."""
+"""Maximum distance between an output and a matching mistake's answer, as a fraction of the distance between this answer and the
+correct answer."""
 _LONG = 600
 """Maximum length in tokens of a sequence for which all mistakes can be tried quickly."""
 _PATIENCE = 3.0
@@ -26,9 +27,11 @@ _PATIENCE = 3.0
 _MAX_NAMED = 2
 """Maximum number of mistakes to name if several mistakes give the same answer."""
 _ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
-"""Maximum relative errors that factors with 11 and with 8 significant bits explain (half a unit is 2.4e-4 and 2.0e-3)."""
+"""Maximum relative errors that are explained by factors with 11 and with 8 significant bits (half a unit in the last place is
+2.4e-4 and 2.0e-3)."""
 _QUIET = 0.1
-"""Fraction of the median row error; a row with a smaller error is too accurate for rounding to be the cause."""
+"""Fraction of the median row error. If the error of a row is smaller than this fraction, the row is too accurate for rounding to
+be the cause."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Wrong:
     answers: Sequence[Tensor]
     """Correct answer of each of `rows`."""
     part: slice
-    """Slice of `rows` with the sequences in the same part of the step (prompts or decodes)."""
+    """Slice of `rows` that selects the sequences in the same part of the step (prompts or decodes) as the wrong sequence."""
     earlier: Sequence[int]
     """kv_len of the row with the same index in earlier steps and at graph capture."""
     earlier_blocks: Sequence[tuple[int, ...]]
@@ -60,7 +63,7 @@ class Wrong:
 
     @property
     def peers(self) -> dict[str, StepSequence]:
-        """Position -> sequence that a kernel may confuse with this one through a wrong index."""
+        """Description of a position -> sequence at this position, which a kernel may read by mistake through a wrong index."""
         own, place = self.rows[self.part], self.number - self.part.start
         found = {"the first sequence of its part of the step": own[:1], "the last sequence of its part of the step": own[-1:]}
         found |= {
@@ -97,7 +100,7 @@ class Wrong:
 
 
 Answers = Iterator[tuple[str, Tensor | None]]
-"""Pairs of a mistake's description and the float64 answer with that mistake, or None if the mistake does not apply."""
+"""Pairs of (description of a mistake, float64 answer with that mistake). The answer is None if the mistake does not apply."""
 
 
 def heads(wrong: Wrong) -> Answers:
@@ -150,7 +153,7 @@ def scores(wrong: Wrong) -> Answers:
 
 
 def positions(wrong: Wrong) -> Answers:
-    """Yield mistakes in which tokens are visible: window, context, causal mask, first token and newest token."""
+    """Yield mistakes in the choice of visible tokens: window, context, causal mask, first token and newest token."""
     row, spec, (keys, values) = wrong.row, wrong.row.spec, wrong.kv
     if (window := spec.sliding_window) is not None:
         yield "a window off by one (one key too many)", wrong.with_spec(sliding_window=window + 1)
@@ -251,7 +254,8 @@ def _answers_of(concept: Callable[[Wrong], Answers], wrong: Wrong) -> Iterator[t
 
 
 def _telling(wrong: Wrong) -> int:
-    """Return the suitability of a sequence for trying mistakes: more keys are better, up to a length that is still fast."""
+    """Return a score for the suitability of a sequence for trying mistakes. More keys are better, up to the length at which
+    trying mistakes becomes slow."""
     row = wrong.row
     little = row.kv_len < _LONG and row.kv_len * row.query_len * row.spec.num_heads < _LONG**2
     return row.kv_len if little else -row.kv_len * row.query_len
@@ -264,7 +268,8 @@ def _relative_distance(wrong: Wrong, answer: Tensor) -> float:
 
 
 def _explains(concept: Callable[[Wrong], Answers], name: str, wrong: Wrong, tolerance: float) -> bool:
-    """Return whether a mistake reproduces this sequence's output. Zeros also match a mistake that sees no key."""
+    """Return whether a mistake reproduces this sequence's output. An output of zeros also matches a mistake with which the
+    sequence sees no key."""
     within = max(4 * tolerance, _CLEARLY * distance(wrong.out, wrong.right))
     return any(
         name == other and (_relative_distance(wrong, answer) if answer.any() else float(wrong.out.norm())) <= within
@@ -279,7 +284,8 @@ def _changes(concept: Callable[[Wrong], Answers], name: str, fine: Wrong, tolera
 
 
 def _precision(wrong: Sequence[Wrong]) -> str:
-    """Return the likely number of significant bits of the factors, in words, if all float32 outputs are nearly correct."""
+    """Return the likely number of significant bits of the factors, in words. The result is "" unless all outputs are float32 and
+    nearly correct."""
     errors = [float((each.out - each.right).norm() / (each.right - each.right.mean()).norm()) for each in wrong]
     if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8 or not _noisy(wrong):
         return ""
@@ -301,7 +307,7 @@ def _over(row: StepSequence, blocks: Tensor) -> Tensor:
 
 
 def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
-    """Return the answer over the first kv_len slots of the sequence's blocks, padded with block 0."""
+    """Return the answer over the first kv_len slots of the sequence's blocks. Missing blocks are replaced by block 0."""
     if kv_len < row.query_len:
         return None
     blocks = torch.tensor([*row.blocks, *[0] * (-(-kv_len // row.cache.block_size) - len(row.blocks))])

@@ -37,13 +37,14 @@ _MEASURES: dict[str, Callable[[StepSequence, int], int]] = {
     "those after the first {most:,} of the step": lambda row, number: number + 1,
 }
 _FEWEST = 3
-"""Minimum number of correct sequences below a length limit that is named as the cause."""
+"""Minimum number of correct sequences below a length limit for which the limit is named as the cause."""
 _EXACT = 1e-3
 _LISTED = 3
 
 
 def wrong_sequences(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
-    """Return the property that only the wrong sequences of a step share, in words; "" if all are wrong or there is none."""
+    """Return the property that only the wrong sequences of a step share, in words; "" if all sequences are wrong or no such
+    property exists."""
     if not wrong or len(wrong) == len(rows):
         return ""
     for name, holds in _TRAITS.items():
@@ -59,8 +60,8 @@ def wrong_sequences(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
 
 
 def wrong_parts(outs: Sequence[Tensor], answers: Sequence[Tensor]) -> str:
-    """Return the heads or elements that are wrong in the outputs [query_len, num_heads, v_head_dim] of some sequences, in words.
-    "" if all are wrong, or the errors are only rounding."""
+    """Return the wrong heads or elements in the outputs [query_len, num_heads, v_head_dim] of some sequences, in words. The
+    result is "" if all are wrong, or if the errors are only rounding errors."""
     rounding = max(_EXACT, torch.finfo(outs[0].dtype).eps)
     for axis, name in ((1, "heads"), (2, "elements")):
         others = [at for at in range(3) if at != axis]
@@ -85,16 +86,17 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 _ROWS = 7
-"""Minimum number of rows for detecting that a single column of x explains the errors."""
+"""Minimum number of rows of x from which a single column of x can be identified as the cause of the errors."""
 _CLEARLY = 0.25
-"""A mistake matches an answer if their distance is below this fraction of the distance from mistake to correct answer."""
+"""Maximum distance between an output and a matching mistake's answer, as a fraction of the distance between this answer and the
+correct answer."""
 _ROUNDING = 0.2
-"""Maximum error of an element, relative to the magnitude of its sum, that is reported as rounding."""
+"""Maximum error of an element, relative to the magnitude of the element's sum, that is reported as rounding."""
 
 
 def guess_product(case: WeightCase, out: Tensor, wrong: Tensor) -> str:
-    """Return the likely cause of a wrong output, or the location of the errors. wrong: bool, shape of `out`: True for
-    wrong elements."""
+    """Return the likely cause of a wrong output, or the location of the errors. wrong: bool tensor with the shape of `out`, True
+    for wrong elements."""
     places = _places(wrong)
     missed = (bits(out) == UNWRITTEN[out.dtype]).cpu()
     if bool(missed.any()):
@@ -145,7 +147,7 @@ def _unscored(case: WeightCase) -> Tensor:
 
 
 def _of_codes(weight: Int4Weight) -> Iterator[tuple[str, Weight]]:
-    """Yield (mistake in reading an int4 weight, weight as misread)."""
+    """Yield (mistake in reading an int4 weight, weight that results from this mistake)."""
     zeros = torch.full_like(weight.scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     for by in (1, -1):
         yield f"zeros off by {by:+d}", replace(weight, zeros=zeros + by)

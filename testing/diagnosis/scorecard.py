@@ -19,7 +19,7 @@ _NAME = 10
 _SHOWN = 8
 """Maximum number of failures shown in words, one of each kind. Other failures are counted; the JSON file has all of them."""
 _UNEXPLAINED = 3
-"""Maximum number of failures of one kind shown without a likely cause."""
+"""Maximum number of failures of one kind that are shown if they have no likely cause."""
 _RAISED = re.compile(r"(\w+: .*)(\(\S+\.py:\d+\))$")
 """Pattern for the exception and its location at the end of a failure's reason."""
 
@@ -110,8 +110,9 @@ def command(report: CheckReport, cell: CellResult) -> str:
 def patterns(cells: Sequence[CellResult]) -> list[str]:
     """Return patterns that distinguish cells with wrong answers from cells with correct answers, in words.
 
-    The first choice is axes on which the two groups share no value, the axes with the fewest values first. Else, two values that
-    only wrong answers combine. Else, a value common to all wrong answers, if this is unlikely to be chance.
+    The first choice is axes on which the two groups share no value, of which the axes with the fewest values are returned. The
+    second choice is a pair of values that only wrong answers combine. The third choice is a value common to all wrong answers, if
+    this is unlikely to be a coincidence.
     """
     tried = [cell for cell in cells if cell.check in ("answer", "long", "graph")]
     bad = [cell for cell in tried if cell.status == "failed"]
@@ -185,8 +186,8 @@ def badge(report: CheckReport) -> str:
 
 
 def _kinds(failed: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Return failures grouped by exception and location, else by check and cause without parameters, in order
-    of appearance."""
+    """Return failures in groups, in order of appearance. Exceptions are grouped by type and location; other failures are grouped
+    by check and by cause without its parameters."""
     kinds: dict[tuple[str, str], list[CellResult]] = {}
     for cell in failed:
         raised = _RAISED.search(cell.reason)

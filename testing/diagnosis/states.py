@@ -1,6 +1,6 @@
-"""Checks of a state step: every row, written slot and bit that must not change; and the likely cause of errors.
+"""Checks of a state step: every row, every written slot, and every bit that must not change. Also the likely cause of errors.
 
-To find the likely cause, the float64 answer is computed with each known mistake until one matches.
+To find the likely cause, the float64 answer is computed with each known mistake until one answer matches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from headway.core.oracle.state_reference import Rules, SequenceState, StateAnswe
 from headway.core.oracle.steps import same_bits
 
 _CLEARLY = 0.25
-"""A mistake matches a result if their distance is below this fraction of the distance from mistake to correct answer."""
+"""Maximum distance between a result and a matching mistake's result, as a fraction of the distance between the mistake's result
+and the correct result."""
 _PATIENCE = 4.0
 """Maximum time for trying mistakes on one step, in seconds."""
 _MAX_NAMED = 2
@@ -37,16 +38,18 @@ class Seen:
     """Results of a backend for some sequences of a step: the outputs of these sequences, or one state."""
 
     rows: Sequence[int]
-    """Indices of the sequences to compute."""
+    """Indices of the sequences whose answers are computed for comparison."""
     parts: Callable[[StateAnswer], list[Tensor]]
     """Function that returns the parts of an expected answer that correspond to `found`."""
     found: list[Tensor]
 
 
 def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
-    """Return the mistake that reproduces the wrong results and leaves the correct results unchanged; "" if no mistake does.
+    """Return the mistake that reproduces the wrong results and leaves the correct results unchanged; "" if no such mistake is
+    found.
 
-    case: the case before the step. wrong, fine: wrong and correct results. tolerance: maximum relative error of a correct answer.
+    case: case as it was before the step. wrong, fine: wrong and correct results. tolerance: maximum relative error of a correct
+    answer.
     """
     until, found = time.monotonic() + _PATIENCE, list[tuple[float, str]]()
     expected = wrong.parts(answer(case, rows=wrong.rows))
@@ -62,7 +65,8 @@ def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
 
 
 def _remaining_distance(found: Sequence[Tensor], mistaken: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest ratio of a part's distance to the allowed distance; at most 1 if the mistake explains all parts."""
+    """Return the largest ratio of a part's distance from the mistake's answer to the allowed distance. The mistake explains all
+    parts if the ratio is below 1."""
     shares = []
     for got, other, want in zip(found, mistaken, expected, strict=True):
         if other.shape != want.shape:
@@ -81,7 +85,7 @@ def _leaves(fine: Seen, mistaken: Sequence[Tensor], tolerance: float) -> bool:
 
 
 def mistakes(case: StateCase) -> Mistakes:
-    """Yield (name, rules) of each mistake that a layer can have, likeliest first."""
+    """Yield (name, rules) for each mistake that is possible for a layer, likeliest first."""
     spec = case.spec
     yield from _beginnings(case)
     if spec.recurrent:
@@ -214,7 +218,7 @@ def _of(part: Tensor | None) -> Tensor:
 
 
 ROW_FACTOR = 8.0
-"""Factor on the tolerance for a single sequence or state, whose error varies more than that of a whole step."""
+"""Factor on the tolerance for a single sequence or state, whose error varies more than the error of a complete step."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +311,8 @@ class Judge:
         return f"sequence {row} ({length} new tokens after {step.kv_lens[row] - length})"
 
     def _first_wrong_output(self, got: Tensor, want: Tensor, tolerance: float) -> str:
-        """Return the first wrong token and head, and the element with the largest error there, in words."""
+        """Return the first token and head with a wrong output, and the element with the largest error in this token and head, in
+        words."""
         spec = self.case.spec
         heads = (spec.num_heads, spec.value_dim) if spec.recurrent else (spec.conv_channels, 1)
         got, want = (torch.unflatten(rows, -1, heads) for rows in (got, want))
@@ -395,9 +400,9 @@ _OLD = "reads the slot's old content: begins with what the slot holds where ther
 _NAN = "NaN, or rows not written"
 _SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _DISTINCT = 8
-"""Minimum number of distinct values from which the dtype that they were rounded to is inferred."""
+"""Minimum number of distinct values of a state from which the dtype of a rounded state is inferred."""
 _MOST_TOKENS = 400
-"""Maximum length in tokens of a sequence that is searched for the token after which a state occurs."""
+"""Maximum length in tokens of a sequence that is searched for the token after which a given state occurs."""
 
 
 def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState]]:
@@ -413,7 +418,8 @@ def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState
 
 
 def _shared(wrong: Sequence[int], fine: Sequence[int], lens: Sequence[int]) -> str:
-    """Return the property that only the wrong sequences share, in words; "" if there is none, or no sequence is correct."""
+    """Return the property that only the wrong sequences share, in words; "" if no such property exists, or no sequence is
+    correct."""
     if fine and min(wrong) > max(fine):
         return f"right up to sequence {max(fine)} of the step: a size that is too small, or programs that are not launched"
     if fine and min(lens[row] for row in wrong) > (most := max(lens[row] for row in fine)):

@@ -34,7 +34,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
     cell = CheckCell
 
     def __init__(self, subject: AttentionSubject, layers: Mapping[str, ModelLayer]) -> None:
-        """layers: name -> layer of the model to test the subject with. Empty means the kit's own layers."""
+        """layers: name -> layer of the model with which the subject is tested. Empty means the kit's own layers."""
         super().__init__(subject)
         self._layers = layers
 
@@ -55,8 +55,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
 
     @property
     def poison(self) -> float:
-        """Value of slots without a token: NaN, or a large number if the subject declares that it multiplies these slots
-        by zero."""
+        """Value of slots without a token: NaN, or a large finite number if the subject declares that it multiplies the contents
+        of these slots by zero."""
         return FINITE_POISON if self.subject.claims.reads_whole_blocks else math.nan
 
     def backend(self, cell: CheckCell, name: str = "") -> AttentionBackend:
@@ -74,11 +74,11 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         spec: AttentionSpec | None = None,
     ) -> Session:
         """Return a session with room for steps of these lengths. The subject runs the parts that it supports, and the baseline
-        runs all others.
+        runs all other parts.
 
-        spec: layer to use instead of the cell's.
+        spec: layer that replaces the cell's layer.
 
-        :raises Skipped: if the subject rightly refuses the cell's cache.
+        :raises Skipped: if the subject correctly refuses the cell's cache.
         """
         subject, spec = self.subject, spec or self.claimed.spec(cell)
         prefill, decode = self.parts(cell)
@@ -150,7 +150,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [self.claimed.support(cell, cell.phase)]
 
     def once(self, cell: CheckCell) -> Callable[[], list[Tensor]]:
-        """Return a function that repeats a phase's first step, and returns the outputs of all layers."""
+        """Return a function that repeats the first step of a cell and returns the outputs of all layers."""
         session, step = self._first_step(cell)
 
         def run() -> list[Tensor]:
@@ -162,7 +162,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return run
 
     def many(self, cell: CheckCell) -> Callable[[int], None]:
-        """Return a function that runs N steps with changing lengths, in which only the backend could accumulate memory."""
+        """Return a function that runs N steps with changing lengths. If memory grows over these steps, the backend is the
+        cause."""
         lens: Lens = [(8, 30, 0), (12, 0, 0), (1, 40, 0), (1, 20, 0)]
         session, numbers = self.session(cell, [lens] * 2, extra_tokens=4 * cell.block_size), count(1)
 
@@ -209,7 +210,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
     def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:
         """Return the log-sum-exp cells of every dtype and feature, in every phase.
 
-        quick: True for two phases per layer, one with several new tokens and one with a single token; simplest layer in all.
+        quick: True for at most two phases per layer, one with several new tokens and one with a single token. The simplest layer
+        is always tested in all phases.
         """
         if not self.subject.claims.lse:
             return []
@@ -223,8 +225,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return deal(found, MOST_QUICK_WORK, self._accepts)
 
     def _siblings(self) -> list[CheckCell]:
-        """Return cells for the layer with the most features, and with each cache dtype, in the phase that covers most
-        other phases."""
+        """Return a `siblings` cell for a layer with the most features, and one for a layer with each cache dtype, in the phase
+        that covers most other phases."""
         found, features = [], self.claimed.values["feature"]
         cached = [(f"{name}-together", name) for name in CACHE_TYPES]
         plain = [str(name) for name in features if name not in {*chain.from_iterable(cached)}]
@@ -235,7 +237,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return found
 
     def _sharing(self) -> list[CheckCell]:
-        """Return cells for a layer with sinks and one with an FP8 cache, in every phase: layers whose plans are shared."""
+        """Return cells of layers that share plans, in every phase: one layer with sinks and one with an FP8 cache."""
         if not self.subject.claims.shares_plans:
             return []
         places = product(("sinks", "fp8"), ("mixed", *PHASES))
@@ -271,7 +273,8 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         return [*cells, whole.plain("thousand"), whole.plain("memory")]
 
     def _many_steps(self, cell: CheckCell, phases: frozenset[str]) -> list[CheckCell]:
-        """Return a layer's cells of checks with many steps. phases: names in PHASES of the phases that the subject supports."""
+        """Return the cells of checks with many steps for one layer. phases: phases (names in PHASES) that the subject
+        supports."""
         said, backend = self.subject.claims, self.subject.backend
         graph_phases = ("decode", "verify") if backend.captures(2) else ("decode",)
         cells = [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
@@ -294,10 +297,11 @@ def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
 
 
 def open_all(session: Session, lens: Lens, like: Sequence[SequencePart] = ()) -> list[SequencePart]:
-    """Return the sequences of a step with cached contexts; the second and third longer sequences share blocks of the first.
+    """Return the sequences of a step with cached contexts. The first sequence with a context longer than a block shares blocks
+    with the next two such sequences.
 
-    like: parts with open sequences. Each new sequence shares every full context block with the sequence in the same row, as
-    after a prefix cache hit.
+    like: parts with open sequences. Each new sequence shares every full context block with the sequence in the same row, as after
+    a prefix cache hit.
     """
     work: list[SequencePart] = []
     first: Tokens | None = None
@@ -323,8 +327,8 @@ def sequences(work: StepWork) -> list[Tokens]:
 
 
 def without_stray_reads(run: Callable[[AttentionStage, CheckCell, float], None]) -> Callable[[AttentionStage, CheckCell], str]:
-    """Return a check made from `run`, which gets the poison value. If the result is NaN, the check runs again with zeros in slots
-    without a token, and the finding reports the difference."""
+    """Return a check made from `run`, a function that takes the poison value. If the result is NaN, the check runs again with
+    zeros in slots without a token, and the finding reports the difference."""
 
     @wraps(run)
     def check(stage: AttentionStage, cell: CheckCell) -> str:

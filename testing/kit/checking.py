@@ -23,7 +23,8 @@ class Wanted:
     """Options of a run of the kit."""
 
     target: str = ""
-    """Backend name, broken:NAME or FILE.py:CLASS; a prefix (states:, linear:, experts:) selects a kind other than attention."""
+    """Name of a backend, broken:NAME or FILE.py:CLASS. A prefix (states:, linear:, experts:) selects a kind of operation other
+    than attention."""
     device: str = "cpu"
     quick: bool = False
     layout: str = ""
@@ -31,7 +32,7 @@ class Wanted:
     only: str = ""
     """Names of checks, separated by commas; "" means all."""
     cell: str = ""
-    """Name of the only cell to run."""
+    """Name of the only cell to run; "" means all cells."""
     in_process: bool = False
     """True to run the cell in this process, where its output is visible and a debugger works. A crash ends the process."""
     jobs: int = 1
@@ -46,7 +47,7 @@ class Wanted:
     stop_at_failure: bool = False
     """True to end the run at the first cell that fails."""
     guesses: bool = True
-    """True if failures include a likely cause, which may take longer to find than the cell takes to run."""
+    """True if failures include a likely cause. Finding the cause may take longer than running the cell."""
 
 
 def brought_kernels(plugins: Sequence[str], device: str = "cpu") -> list[str]:
@@ -107,7 +108,7 @@ def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult]
 def _in_children(
     wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None], trial: Trial | None
 ) -> tuple[Listed, list[CellResult], int]:
-    """Return the listing, the results, and the number of cells left after an interruption."""
+    """Return the listing of the subject, the results, and the number of cells that were not run because of an interruption."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
     children = [
@@ -134,7 +135,8 @@ def _in_children(
 
 
 def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[CellResult]:
-    """Return the result of the check `process` if it is the first cell and there is a plugin to try."""
+    """Return a list with the result of the check `process` if this check is the first cell and there is a plugin to try; else an
+    empty list."""
     if trial is None or not listed.plugin or cells[:1] != [str(CELL)]:
         return []
     return [try_plugin(source_of(listed.plugin), trial)]
@@ -151,5 +153,6 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
 
 
 def _version(owner: str) -> str:
-    """Return the version of the distribution that provides a backend. owner: for an entry point, the name and version."""
+    """Return Headway's version for a built-in kernel, else `owner`. owner: for an entry point, the name and version of its
+    distribution."""
     return Origin.here().version if owner == "built-in" else owner

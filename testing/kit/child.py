@@ -41,7 +41,8 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
 
 
 def _lost_gpu(device: str) -> str:
-    """Return the error that makes the GPU unusable for this process, such as an illegal memory access; "" if none does."""
+    """Return the error that has made the GPU unusable for this process, such as an illegal memory access; "" if the GPU is
+    usable."""
     if device != "cuda":
         return ""
     try:

@@ -1,8 +1,9 @@
-"""Selection of the layers that a backend is tested with: a covering set of what it claims.
+"""Selection of the layers with which a backend is tested: a covering set of the combinations that the backend claims.
 
-For a backend that supports everything, there are about 40,000 combinations of values. Kernel faults depend on one value or a pair
-(a block size with a head_dim, a window with a phase). Every pair of claimed values is therefore tested in every phase, with few
-distinct layers, because a kernel is compiled for each: greedy covering by (phase, pair).
+For a backend that supports everything, there are about 40,000 combinations of values. Kernel faults depend on one value or on a
+pair of values (a block size with a head_dim, a window with a phase). Every pair of claimed values is therefore tested in every
+phase. Because a kernel is compiled for each distinct layer, few layers are used; they are found by greedy covering by (phase,
+pair).
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ from headway.testing.kit.subject import AttentionSubject
 
 _FEATURES = {"sliding_window": "window", "softcap": "softcap", "alibi_slopes": "alibi", "sinks": "sinks"}
 _QUICK, _WHOLE = 5, 14
-"""Number of cells per layer and phase: quick covers every kind of work once, full covers every kind of work and scores twice."""
+"""Minimum number of cells per layer and phase. A quick run covers every kind of work once; a full run covers every kind of work
+and every distribution of scores twice."""
 MOST_QUICK_WORK, MOST_WORK = 6e7, 4e8
-"""Work limits of a model's layers, as in `core.oracle.inputs`, but higher in the whole kit: the layers are few and large."""
+"""Work limits of a model's layers in a quick and in a full run. They are higher than the limits in `core.oracle.inputs`, because
+a model has few and large layers."""
 
 Place = tuple[str, int]
 """Pair of a layout's name and a block size."""
@@ -59,8 +62,8 @@ class ModelLayer:
     """Group of a model's layers that have the same spec."""
 
     name: str
-    """Index of the group's first layer, as in a cell's name; with the suffix `-expanded` for prompts of latent attention
-    (MLA)."""
+    """Index of the group's first layer, as used in the name of a cell. It has the suffix `-expanded` for prompts of latent
+    attention (MLA)."""
     spec: AttentionSpec
     numbers: tuple[int, ...]
     of: int
@@ -75,7 +78,7 @@ class ModelLayer:
 
     @property
     def cell(self) -> CheckCell:
-        """Cell of the check `serves` for the layer; the layer's other cells copy its values."""
+        """Cell of the check `serves` for the layer. Other cells of the layer copy the values of this cell."""
         return CheckCell(
             "serves",
             head_dim=self.spec.head_dim,
@@ -115,8 +118,8 @@ def layer_cells(
     quick: bool,
     many_steps: Callable[[CheckCell, frozenset[str]], list[CheckCell]],
 ) -> Iterator[CheckCell]:
-    """Yield the cells of a layer: its support and, if the subject supports it, answers for demanding inputs and checks with many
-    steps.
+    """Yield the cells of a layer. The first cell tests its support. If the subject supports the layer, further cells test answers
+    for demanding inputs and run many steps.
 
     many_steps: function that returns the cells with many steps, for a layer and its supported phases (names in PHASES).
     """
@@ -141,8 +144,8 @@ def layer_cells(
 def layer_support(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
     """Return the phases in which a subject supports a layer, in words, and the reasons for the unsupported phases.
 
-    :raises Skipped: if no phase is supported, with the reasons.
-    :raises Finding: if a reason does not state what is needed and what was got.
+    :raises Skipped: if no phase is supported; the message contains the reasons.
+    :raises Finding: if a reason does not state the needed value and the given value.
     """
     yes, no = [], []
     for phase in (phase for phase in Phase if phase in layer.phases):
@@ -159,14 +162,15 @@ def layer_support(layer: ModelLayer, subject: AttentionSubject, block_sizes: tup
 
 
 def _said(refusals: list[tuple[str, str]]) -> str:
-    """Return phases and reasons in words, each reason once."""
+    """Return phases and their reasons in words. Phases with the same reason are combined."""
     reasons = dict.fromkeys(reason for _, reason in refusals)
     parts = [(" and ".join(phase for phase, said in refusals if said == reason), reason) for reason in reasons]
     return "; ".join(f"{phases}: {reason}" for phases, reason in parts)
 
 
 def _places(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> list[Place]:
-    """Return the (layout, block size) pairs that can hold the layer, with alternating layouts, so that a few cells cover all."""
+    """Return the (layout, block size) pairs that can hold the layer. Layouts alternate in the list, so that a few cells cover all
+    layouts."""
     return [(name, size) for size in block_sizes for name, layout in subject.layouts.items() if layout.check(layer.spec, size)]
 
 
@@ -181,7 +185,7 @@ def _served(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int
 
 
 def _feature(spec: AttentionSpec) -> str:
-    """Return the name in cells.FEATURES of the layer's feature."""
+    """Return the name of the layer's feature, as listed in cells.FEATURES."""
     names = [_FEATURES[name] for name in _FEATURES if name in spec.features]
     if spec.value_in_key:
         return "latent"
@@ -198,8 +202,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 LATENT_DIM = 576
 """Head dimension of DeepSeek's MLA, tested only if values may be part of the keys."""
 MOST_OWN_DIMS = 4
-"""Maximum number of head dimensions besides HEAD_DIMS to test. If a backend lists more, only the smallest and the largest are
-tested."""
+"""Maximum number of head dimensions to test that are not in HEAD_DIMS. If a backend lists more of them, only the smallest and the
+largest are tested."""
 GROUPS = (4, 1, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
 UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
@@ -221,15 +225,15 @@ _SEARCHED: dict[str, tuple[Value, ...]] = {
 }
 """Axis -> values to search for an accepted layer if no combination of the usual values is accepted."""
 MANY_HEADS: dict[str, tuple[int, ...]] = {"latent": (128, 96), "none": (71, 64)}
-"""Feature -> numbers of query heads per kv head that exceed or fill a kernel's tile: few heads do not test several tiles.
-128: DeepSeek-V3; 71: Falcon-7B; 96 is not a power of two; 64 fills a tile. Each number is tested, or must be refused with
-reasons."""
+"""Feature -> numbers of query heads per kv head that exceed or fill a kernel's tile, because layers with few heads do not test
+several tiles. 128: DeepSeek-V3. 71: Falcon-7B. 96: not a power of two. 64: fills a tile. Each number is tested, or must be
+refused with reasons."""
 _LAYER_AXES = len(AXES) - AXES.index("head_dim")
 """Number of trailing AXES that define a cell's layer. The other axes define its cache."""
 _MOST_PHASES = (4, 2)
-"""Number of phases in which the first and the second number in MANY_HEADS are tested."""
+"""Maximum number of phases in which the first and the second number in MANY_HEADS are tested."""
 _BY_HEADS = ("decode", "extend", "mixed", "verify", "prefill")
-"""Phases in the order in which they reveal most errors with many heads."""
+"""Phases in descending order of the number of errors that they reveal in layers with many heads."""
 
 
 @dataclass(frozen=True)
@@ -249,13 +253,14 @@ class Claimed:
 
     @property
     def rows(self) -> list[Row]:
-        """Every accepted layer with the phases in which it is accepted. All have the memory `own`; other values of the axis
-        are added later."""
+        """Every accepted layer, with the phases in which it is accepted. The value of the axis `memory` is `own` in all layers;
+        other values of this axis are added later."""
         return self._found[1]
 
     @cached_property
     def _found(self) -> tuple[Mapping[str, tuple[Value, ...]], list[Row]]:
-        """`values` and `rows`: for the usual values or, if they give no accepted layer, for the values of an accepted layer."""
+        """Pair of `values` and `rows`. If the usual values give no accepted layer, the values of a layer found by a search are
+        tried as well."""
         values: Mapping[str, tuple[Value, ...]] = self.usual
         rows = self._accepted(values, CheckCell("answer"))
         if not rows and (base := self._searched()) is not None:
@@ -341,7 +346,7 @@ class Claimed:
         return found
 
     def cover(self, strength: int) -> list[Row]:
-        """Return a small set of layers with, in every phase, each accepted combination of `strength` values."""
+        """Return a small set of layers that contains, in every phase, each accepted combination of `strength` values."""
         if not self.rows:
             return []
         order, table, served = shuffled(self.rows, {axis: self.values[axis] for axis in AXES}, tuple(PHASES))
@@ -357,7 +362,7 @@ class Claimed:
         return sorted(cells, key=lambda each: str(each[0]))
 
     def plainest(self, phase: str, **wanted: Value) -> CheckCell | None:
-        """Return the simplest accepted layer in a phase with the values in `wanted`; None if no such layer exists."""
+        """Return the simplest layer with the values in `wanted` that is accepted in a phase; None if no such layer exists."""
         axes = tuple(wanted)
         if axes not in self._plainest:
             found: dict[tuple[Value, ...], CheckCell] = {}
@@ -369,16 +374,16 @@ class Claimed:
         return self._plainest[axes].get((phase, *wanted.values()))
 
     def around(self, phase: str) -> list[CheckCell]:
-        """Return the simplest accepted layer in a phase for each feature and for each memory, for mistakes that depend only on
-        one of them."""
+        """Return the simplest accepted layer in a phase for each feature and for each value of `memory`, to detect mistakes that
+        depend only on one of these values."""
         found = [self.plainest(phase, feature=feature) for feature in self.values["feature"]]
         plain = self.plainest(phase)
         memories = [replace(plain, memory=memory) for memory in MEMORIES] if plain is not None else []
         return [cell.plain("answer", phase=phase) for cell in (*found, *memories) if cell is not None]
 
     def refusals(self) -> list[CheckCell]:
-        """Return one `refuse` cell for each value of an axis that no phase or layer accepts while the rest is accepted, including
-        unusual values. Its `about` is the axis."""
+        """Return one `refuse` cell for each axis value, including unusual values, that is never accepted although the other
+        values of the layer are accepted. The cell's `about` is the axis."""
         if not self.rows:
             return []
         plain, cells = self.rows[0][0], []
@@ -394,8 +399,8 @@ class Claimed:
         return cells + [plain.plain("refuse", "phase", phase=phase) for phase in PHASES if phase not in phases]
 
     def with_others(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows with the accepted values of OTHERS added: they replace values that other rows also have, or need more
-        rows."""
+        """Return the rows with the accepted values of OTHERS added. An added value replaces a value that other rows also have; if
+        this is not possible, a row is added."""
         found, most = list(rows), max((len(phases) for _, phases in rows), default=0)
         whole = [row for row in rows if len(row[1]) == most]
         for axis, values in OTHERS.items():
@@ -434,10 +439,10 @@ class Claimed:
         return [cell for cell in cells if possible(cell) and self.support(cell, cell.phase)]
 
     def many_heads(self, quick: bool) -> list[CheckCell]:
-        """Return answer cells for layers with as many query heads as in MANY_HEADS, plus log-sum-exp and graph cells if
-        supported.
+        """Return answer cells for layers with the numbers of query heads per kv head in MANY_HEADS, plus log-sum-exp and graph
+        cells if supported.
 
-        quick: True for one answer cell per number. A number that is refused in every phase gives a `refuse` cell.
+        quick: True for only one answer cell per number. A number that is refused in every phase gives a `refuse` cell.
         """
         cells = []
         for feature, groups in MANY_HEADS.items():
@@ -451,10 +456,10 @@ class Claimed:
         return cells
 
     def _of_heads(self, phase: str, feature: str, group: int) -> CheckCell | None:
-        """Return a phase's simplest layer with `group` query heads per kv head, even if refused; None if layers with few heads
-        are refused.
+        """Return a phase's simplest layer with `group` query heads per kv head, even if the subject refuses it. The result is
+        None if layers with few heads are refused.
 
-        The layer has bfloat16, as in real models, and latents of DeepSeek's size, if the subject accepts these values.
+        The layer has dtype bfloat16, as in real models, and latents of DeepSeek's size, if the subject accepts these values.
         """
         wanted: dict[str, Value] = {"head_dim": LATENT_DIM} if feature == "latent" else {}
         plain = self.plainest(phase, feature=feature, dtype="bfloat16", **wanted) or self.plainest(phase, feature=feature)

@@ -27,7 +27,7 @@ from headway.testing.kit.subject import WORDS, AttentionSubject, Subject, load_a
 from headway.testing.kit.weights import ExpertsStage, LinearStage
 
 Check = Callable[[Any, Any], str]
-"""Check function of a stage and a cell. It returns a note if the cell passes, else raises `Finding` or `Skipped`."""
+"""Function that checks one cell on a stage. It returns a note if the cell passes, else raises `Finding` or `Skipped`."""
 Checks = dict[str, tuple[Check, str]]
 CHECKS: Checks = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
@@ -91,7 +91,8 @@ _OF_NO_LAYOUT = ("claims", "process", "serves")
 
 
 def words_of_checks() -> dict[str, str]:
-    """Return name -> description for all checks, in scorecard order; a name shared by kinds has attention's description."""
+    """Return name -> description for all checks, in scorecard order. A name shared by several kinds of operation has the
+    description of the attention check."""
     ordered = {name: words for _, checks in reversed([*KINDS.values()]) for name, (_, words) in checks.items()}
     return ordered | {name: words for name, (_, words) in CHECKS.items()}
 
@@ -112,13 +113,14 @@ class Kit:
 
     subject: Subject
     layers: Mapping[str, ModelLayer] = field(default_factory=dict)
-    """Name -> layer of a model, from `read_model_layers`, to test instead of the kit's own. Empty means the kit's own layers."""
+    """Name -> layer of a model, from `read_model_layers`. These layers are tested if there are any; empty means the kit's own
+    layers."""
 
     def __post_init__(self) -> None:
         stage, checks = KINDS[self.subject.kind.name]
         found, layers = self.subject, self.layers
         self.stage: Any = AttentionStage(found, layers) if isinstance(found, AttentionSubject) else stage(found)
-        """Stage that runs the subject, of the subject's kind."""
+        """Stage that runs the subject; its class depends on the subject's kind of operation."""
         self.checks: Checks = checks
 
     @property
@@ -137,12 +139,12 @@ class Kit:
         return found
 
     def listed(self, quick: bool = False, layout: str = "", cell: str = "") -> dict[str, Any]:
-        """Return the subject's name, owner and plugin, the reason if it is not available on this device, and the names of its
-        cells.
+        """Return the subject's name, owner and plugin, the names of its cells and, if the subject is not available on this
+        device, the reason.
 
-        cell: name of the only cell to list, which need not be among the usual cells. "" lists all cells.
+        cell: name of the only cell to list; it need not be among the usual cells. "" lists all cells.
 
-        :raises ConfigError: if the layout is not registered, or the subject has no layouts.
+        :raises ConfigError: if the layout is not registered, or if the subject has no layouts.
         """
         if layout and not isinstance(self.subject, AttentionSubject):
             raise ConfigError("--layout", "a layout of a cache", f"{layout!r} beside a {WORDS[self.subject.kind.name]}")
@@ -155,8 +157,8 @@ class Kit:
         return found | {"cells": names}
 
     def run(self, cell: Any, *, guesses: bool = True) -> CellResult:
-        """Return the result of one cell, including exceptions of the kernel. guesses: True if a failure includes a
-        likely cause."""
+        """Return the result of one cell. An exception of the kernel becomes a failed result. guesses: True if a failure includes
+        a likely cause."""
         self.stage.errors = CellErrors()
         self.stage.guesses = guesses
         check, _ = self.checks[cell.check]
@@ -190,7 +192,7 @@ def list_cells(kit: Kit, quick: bool, layout: str, cell: str) -> dict[str, Any]:
 
 
 def _digest(subject: Subject) -> str:
-    """Return the SHA-256 of the file that defines a subject; "" if no file does."""
+    """Return the SHA-256 of the file that defines a subject; "" if the subject is not defined in a file."""
     try:
         path = split_target(subject.file)[0] if subject.file else Path(inspect.getfile(subject.backend))
         return hashlib.sha256(path.read_bytes()).hexdigest()

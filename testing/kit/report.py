@@ -53,14 +53,15 @@ class CellResult(BaseModel):
     scores: str = "normal"
     work: str = "edges"
     layer: str = ""
-    """Index of the tested model's layer; "" means one of the kit's own layers."""
+    """Index of the model's layer that was tested; "" means one of the kit's own layers."""
     state: str = ""
     """Further properties of a state layer: dtype of its states, value dimension, convolution and decays."""
     shape: str = ""
     """Further properties of a layer with weights and its calls: sizes, and the distribution of values."""
     relative_error: float | None = None
-    """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance. For
-    `lse`, the largest distance; for `engine`, a logit's distance. None if nothing is measured, or the error is not finite."""
+    """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step closest to its tolerance. For
+    `lse`, it is the largest difference of a log-sum-exp; for `engine`, the largest difference from the best logit. None if
+    nothing is measured, or if the error is not finite."""
     tolerance: float | None = None
     """Maximum `relative_error` with which the cell passes. None if nothing is measured."""
     seconds: float = 0.0
@@ -94,7 +95,7 @@ class CheckReport(ResultFile):
     subject: str
     """Name under which the subject is registered."""
     digest: str = ""
-    """SHA-256 of the file that defines the subject; "" if no file does."""
+    """SHA-256 of the file that defines the subject; "" if the subject is not defined in a file."""
     origin: Origin
     """Version of Headway's code that made the report."""
     version: str = ""
@@ -103,7 +104,7 @@ class CheckReport(ResultFile):
     quick: bool
     machine: CheckMachine
     unavailable: str = ""
-    """Reason why nothing could be tested on this machine."""
+    """Reason why nothing could be tested on this machine; "" if cells could be tested."""
     seconds: float = 0.0
     not_run: int = 0
     """Number of cells that were not run because the run was interrupted."""
@@ -125,8 +126,8 @@ class CheckReport(ResultFile):
 def read_check(path: Path) -> CheckReport:
     """Read a result file.
 
-    :raises ConfigError: if the file is missing, is not JSON, has a different schema, or has an invalid field; the error names
-        the first fault.
+    :raises ConfigError: if the file is missing, is not JSON, has a different schema, or has an invalid field. The message names
+    the first fault.
     """
     return CheckReport.read(path)
 
@@ -150,10 +151,10 @@ def now() -> str:
 
 
 GROWN = 2.0
-"""Factor by which the error of a cell that passes in both reports must change to be listed. A correct kernel that sums in another
-order changes by less."""
+"""Factor by which the error of a cell that passes in both reports must grow or shrink for the cell to be listed. The error of a
+correct kernel that sums in a different order changes by a smaller factor."""
 _NOISE = 1e-3
-"""Fraction of the tolerance below which a grown error is ignored."""
+"""Fraction of the tolerance. A change of an error is ignored if both errors are below this fraction."""
 _WIDTH = 80
 _LISTED = 20
 """Maximum number of cells listed for each kind of difference; further cells are only counted."""
@@ -182,7 +183,8 @@ class ReportComparison:
 
     @cached_property
     def _lost(self) -> list[str]:
-        """Cells that pass in the first report but are skipped in the second, or missing although their check was run."""
+        """Cells that pass in the first report but are skipped in the second report, or are missing from it although their check
+        was run."""
         checks = {cell.check for cell in self.second.cells} if self.first.quick == self.second.quick else set()
         found = []
         for name, cell in self._old.items():
@@ -208,7 +210,8 @@ class ReportComparison:
 
     @property
     def worse(self) -> bool:
-        """True if the second report has a failure, a grown error or a lost cell that the first report does not have."""
+        """True if the second report has a failure, a grown error or a lost cell that the first report does not have, or if only
+        the second report could test nothing."""
         unavailable = bool(self.second.unavailable) and not self.first.unavailable
         return unavailable or bool(self._failing or self._grown or self._lost)
 
@@ -252,18 +255,18 @@ _TWO_SIZES = re.compile(
     r"(?:size of tensor a|expanded size of the tensor|got) \(?(\d+)\)?.*?(?:size of tensor b|existing size|to match) \(?(\d+)\)?"
 )
 _LEAST_ROUND = 128
-"""Minimum value of a number in an error message that may be the size of a buffer."""
+"""Minimum value of a number in an error message for the number to be considered the size of a buffer."""
 
 
 def _round(size: int) -> bool:
-    """Return whether a size is a typical buffer size: a power of two or a multiple of 1000, or a power of two plus one."""
+    """Return whether a size is a typical buffer size: a power of two, a power of two plus one, or a multiple of 1000."""
     return size >= _LEAST_ROUND and (size & (size - 1) == 0 or size % 1000 == 0 or (size - 1) & (size - 2) == 0)
 
 
 def result_of(cell: KitCell, run: Callable[[], str], errors: CellErrors) -> CellResult:
-    """Run one cell and return its result; an exception in the backend is a result, too.
+    """Run one cell and return its result. An exception of the backend is also returned as a result.
 
-    run: function that runs the cell and returns a note if it passes. errors: the errors that the cell measures.
+    run: function that runs the cell and returns a note if the cell passes. errors: errors that are measured while the cell runs.
     """
     started = time.perf_counter()
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Runner of cells in child processes, optionally under compute-sanitizer.
 
-If a backend crashes, hangs or exits, its cell gets a finding, and the next cell runs.
+If a backend crashes, hangs or exits, the cell that was running gets a finding, and the next cell runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUT_OF_BOUNDS = "a kernel reads or writes memory that is not its own"
 SLOWER = 20
 """Factor on a cell's time limit under the sanitizer, because memcheck checks each memory access of each thread."""
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Environment variables that make each tensor a separate allocation, so that accesses past its end are detected."""
+"""Environment variables that make each tensor a separate allocation, so that accesses past the end of a tensor are detected."""
 PLACE = "/usr/local/cuda/bin"
 """Folder to search for compute-sanitizer if it is not on the PATH."""
 _MARK = "========= "
@@ -49,13 +49,13 @@ def find_sanitizer(device: str) -> str:
 
 @dataclass
 class Sanitizer:
-    """compute-sanitizer around one process: changes the process's command, and reads the log."""
+    """compute-sanitizer for one process: changes the command that starts the process, and reads the log."""
 
     path: str
     """Path of compute-sanitizer."""
     _folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
     _read: int = 0
-    """Number of log characters already read."""
+    """Number of characters of the log that have already been read."""
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` under memcheck, after emptying the log."""
@@ -66,7 +66,7 @@ class Sanitizer:
         return [self.path, *options, *command]
 
     def new_error(self) -> str:
-        """Return the first error logged since the last call as one line; "" without an error."""
+        """Return the first error logged since the last call, as one line; "" if no error was logged."""
         with suppress(OSError):
             text = self._log.read_text(encoding="utf-8", errors="replace")
             new = text[self._read :]
@@ -80,7 +80,7 @@ class Sanitizer:
 
 
 def first_error(log: str) -> str:
-    """Return the first error in a log of compute-sanitizer, with its location; "" without an error."""
+    """Return the first error in a log of compute-sanitizer, with its location; "" if the log contains no error."""
     lines = [line.removeprefix(_MARK) for line in log.splitlines() if line.startswith(_MARK)]
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith((" ", *_NO_ERROR)):
@@ -91,12 +91,12 @@ def first_error(log: str) -> str:
 
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
-"""Time limit per cell in seconds, for each device type. On a GPU it includes compiling the kernel."""
+"""Time limit per cell in seconds, for each device type. On a GPU, the limit includes the time for compiling the kernel."""
 INTERPRETED = 10
 """Factor on the time limit under Triton's interpreter."""
 START_TIMEOUT = 180.0
 MOST_DEATHS = 6
-"""Number of crashes and hangs that ends a run, because each of them needs a new process."""
+"""Number of crashes and hangs after which no further cells are run, because each crash or hang requires a new process."""
 
 
 @dataclass
@@ -106,11 +106,11 @@ class Listed:
     subject: str
     owner: str
     plugin: Sequence[str] | None
-    """Value of `Subject.plugin`."""
+    """Plugin that provides the subject, in the format of `Subject.plugin`."""
     unavailable: str
     cells: list[str]
     digest: str = ""
-    """Value for `CheckReport.digest`."""
+    """Digest of the subject, as in `CheckReport.digest`."""
 
 
 @dataclass
@@ -123,13 +123,13 @@ class CellProcess:
     timeout: float
     plugins: Sequence[str] = ()
     model: str = ""
-    """Model whose layers are tested; "" means the kit's own."""
+    """Model whose layers are tested; "" means the kit's own layers."""
     guesses: bool = True
-    """True if failures include a likely cause, which may take longer to find than the cell takes to run."""
+    """True if failures include a likely cause. Finding the cause may take longer than running the cell."""
     sanitizer: Sanitizer | None = None
     """Sanitizer that checks the memory accesses of the process's kernels. None means no sanitizer."""
     deaths: int = 0
-    """Number of times that a cell ended the process, or made its GPU unusable."""
+    """Number of times that a cell ended the process or made the GPU unusable for the process."""
     _process: Child | None = None
 
     def brought(self) -> list[str]:
@@ -223,7 +223,7 @@ def cell_timeout(device: str, sanitized: bool = False) -> float:
 
 
 class Refused(ConfigError):
-    """Error that a child process reports about the subject, with its text unchanged."""
+    """Error about the subject that a child process reports, with its text unchanged."""
 
     def __init__(self, text: str) -> None:
         super().__init__("backend", "", "")
@@ -246,8 +246,8 @@ class CellRun:
     _fault: BaseException | None = None
 
     def all(self, cells: Sequence[str]) -> list[CellResult]:
-        """Return the results in the order of the cells. Exceptions in threads are raised here: a cell without a result has not
-        passed.
+        """Return the results in the order of the cells. An exception in a thread is raised here, because a cell without a result
+        must not count as passed.
 
         Ctrl-C ends the run and returns the results so far.
         """

@@ -40,11 +40,12 @@ from headway.testing.diagnosis.places import wrong_parts, wrong_sequences
 from headway.testing.kit.subject import AttentionSubject
 
 _ZERO_AT = 6
-"""Number of blocks allocated before block 0, if used: it then belongs to a longer sequence, but is not its last block."""
+"""Number of blocks that are allocated before block 0, if block 0 is used. Block 0 then belongs to a longer sequence but is not
+its last block."""
 _REMEMBERED = 4
 """Number of latest steps whose lengths and blocks are stored."""
 _NULL = 1
-"""Number of the block of zeros that replaces blocks before the window in a block table, unless block 0 does."""
+"""Index of the block of zeros that replaces blocks before the window in a block table, unless block 0 is the block of zeros."""
 
 
 class SessionRoom(NamedTuple):
@@ -60,10 +61,12 @@ class SessionRoom(NamedTuple):
 class Session:
     """Backend instances for both parts of a step, and the caches of a few layers that share every plan.
 
-    q, k, v and out have the same addresses in every step, as in an engine. Blocks are allocated in random order without block 0:
-    a table is padded with zeros, and a kernel that reads past a sequence's end reads poison. Blocks before a sliding window are
-    freed and replaced by a block of zeros. With `zero_in_use`, as in an engine's pool, block 0 is used like any other or, with a
-    window, is the block of zeros; tables of one shape have the same address.
+    q, k, v and out have the same addresses in every step, as in an engine. Blocks are allocated in random order without block 0.
+    Because a table is padded with zeros, a kernel that reads past a sequence's end reads poison. Blocks before a sliding window
+    are freed and replaced by a block of zeros.
+
+    With `zero_in_use`, as in an engine's pool, block 0 is used like any other block or, with a window, is the block of zeros. All
+    tables of one shape then have the same address.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Session:
         self._contexts: list[tuple[list[int], Tensor]] = []
         """(blocks, cached positions) of sequences whose cached keys and values are not yet written."""
         self._tables: dict[tuple[int, ...], Tensor] | None = {} if zero_in_use else None
-        """Shape of a block table -> memory reused for it. None means new memory for each table."""
+        """Shape of a block table -> memory that is reused for all tables of this shape. None means new memory for each table."""
         for foreign in (*self.layers.given, *self.layers.right):
             foreign.fill_blocks([self._null], 0.0)
         order = torch.randperm(room.num_blocks, generator=self.generator) + before
@@ -116,9 +119,9 @@ class Session:
         )
         self.buffers = [StepInputs.allocate(spec, room.max_tokens, merged=layer % 2 == 1) for layer in range(room.layers)]
         self.previous: list[list[int]] = []
-        """kv_len of each row of the first step and of the latest steps."""
+        """kv_len of each row, for the first step and for the most recent steps."""
         self.previous_blocks: list[list[tuple[int, ...]]] = []
-        """Blocks of each row in the steps of `previous`."""
+        """Blocks of each row, for the same steps as in `previous`."""
         self.planned = 0
         """Maximum kv_len for which a captured decode was planned; 0 means no captured decode."""
 
@@ -169,7 +172,8 @@ class Session:
         self._free += seq.blocks
 
     def lay_out(self, work: StepWork, padding_rows: int = 0) -> StepTensors:
-        """Return a step with metadata, random inputs, and the sequences as they are after it; caches are not yet written."""
+        """Return a step with metadata, random inputs, and the sequences in their state after the step. The step's keys and values
+        are not yet written to the caches."""
         self._write_contexts()
         metadata = self._metadata(work, padding_rows)
         count = metadata.num_tokens
@@ -257,7 +261,8 @@ class Session:
         return replace(metadata, block_table=wide[:, :columns])
 
     def _seen(self, seq: Tokens) -> list[int]:
-        """Return the blocks of a sequence's table; blocks that no later query sees are replaced."""
+        """Return the blocks in the block table of a sequence. Blocks that no later query can see are replaced by the block of
+        zeros."""
         window = self.spec.sliding_window
         num_freed = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
         return [self._null] * num_freed + seq.blocks[num_freed:]
@@ -273,7 +278,7 @@ class Session:
 
 
 SEQUENCE_FACTOR = 8.0
-"""Factor on the tolerance for a single sequence, whose error varies more than that of a whole step."""
+"""Factor on the tolerance for a single sequence, whose error varies more than the error of a complete step."""
 _STRIDED = "wrong in a strided view of memory: go by the strides of the cache, or declare contiguous_blocks"
 MEMORY = {
     "packed": _STRIDED,
@@ -283,15 +288,15 @@ MEMORY = {
 }
 _LISTED = 6
 _COMPARED = 4
-"""Number of correct sequences that a mistake must leave unchanged."""
+"""Maximum number of correct sequences on which a mistake is tried; it must leave their outputs unchanged."""
 _EXPONENT = 88.0
 """Largest argument for which the float32 exponential is finite."""
 
 
 def judge(session: Session, step: StepTensors) -> None:
-    """Check the outputs of a step, and all memory that it must not change.
+    """Check the outputs of a step, and all memory that the step must not change.
 
-    :raises Finding: for the first error, with the numbers and the likely cause.
+    :raises Finding: for the first error; the message contains the numbers and the likely cause.
     """
     for layer in range(len(step.inputs)):
         _cache(session, step, layer)
@@ -303,7 +308,8 @@ def judge(session: Session, step: StepTensors) -> None:
 
 
 def limit(session: Session, step: StepTensors) -> float:
-    """Return the largest tolerance declared by the step's backends, plus the rounding cost of the distribution of scores."""
+    """Return the largest tolerance declared by the step's backends, plus an allowance for rounding that depends on the
+    distribution of scores."""
     parts = [(step.metadata.num_prefills, session.prefill), (step.metadata.num_decodes, session.decode)]
     declared = max(float(backend.tolerance[session.spec.dtype]) for count, backend in parts if count)
     return declared + session.numbers.slack
@@ -359,7 +365,8 @@ def _padding(step: StepTensors, layer: int) -> None:
 
 
 def _vanish(out: Tensor, answer: Tensor) -> bool:
-    """Return whether an answer and the output are below the smallest normal number, as when a sink takes all weight."""
+    """Return whether all values of an answer and of the output are below the smallest normal number, as when a sink takes all
+    weight."""
     smallest = torch.finfo(out.dtype).tiny
     return not out.numel() or (float(answer.abs().max()) < smallest and float(out.abs().max()) < smallest)
 
@@ -438,9 +445,9 @@ def _guessed(
     right: Sequence[Tensor],
     tolerance: float,
 ) -> str:
-    """Return the likely cause of wrong sequences.
+    """Return the likely cause of the errors in some wrong sequences.
 
-    numbers: indices of these sequences. bad: indices of sequences with errors beyond rounding. right: correct answers.
+    numbers: indices of the wrong sequences. bad: indices of all sequences with errors beyond rounding. right: correct answers.
     """
     try:
         with _on_device_of(step.inputs[layer].out):
@@ -461,8 +468,8 @@ def _guessed(
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which new tensors are on the step's device; it is a no-op on a CPU, where it would slow every torch
-    call."""
+    """Return a context manager that makes new tensors on the tensor's device. On a CPU it does nothing, because a device context
+    would slow every torch call."""
     return nullcontext() if tensor.device.type == "cpu" else tensor.device
 
 

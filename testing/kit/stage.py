@@ -59,7 +59,8 @@ class Stage(ABC, Generic[S, C]):
 
     @abstractmethod
     def launches(self, cell: C) -> tuple[str, Callable[[], object]]:
-        """Return the names of the kernel's calls in a step that has run once, and a function that makes only these calls."""
+        """Return the names of the kernel's calls in a step, and a function that makes only these calls. The step has already run
+        once."""
 
 
 class Grid(Stage[S, C]):
@@ -81,7 +82,7 @@ class Grid(Stage[S, C]):
 
     @abstractmethod
     def whole(self, cell: C) -> C | None:
-        """Return the cell with axes that its layer does not use at their simplest value; None if no such layer exists."""
+        """Return the cell in which each axis that its layer does not use has the simplest value; None if no such layer exists."""
 
     def most_tolerance(self, dtype: torch.dtype) -> float:
         """Return the maximum tolerance that a kernel of this kind may declare for a dtype."""
@@ -108,7 +109,8 @@ class Grid(Stage[S, C]):
         return made
 
     def cover(self, sets: Sequence[tuple[str, ...]]) -> list[tuple[C, frozenset[str]]]:
-        """Return a small set of layers with, in every phase, each accepted combination of values for each set of axes."""
+        """Return a small set of layers that contains, in every phase, each accepted combination of values for each set of
+        axes."""
         if not self.rows:
             return []
         order, table, served = shuffled(self.rows, self.values, self.phases)
@@ -117,7 +119,8 @@ class Grid(Stage[S, C]):
         return [self.rows[order[number]] for number in chosen]
 
     def widest(self, **wanted: Any) -> tuple[C, frozenset[str]] | None:
-        """Return the simplest of the layers with the `wanted` values that are supported in the largest number of phases."""
+        """Return the simplest layer among the layers with the `wanted` values that are supported in the largest number of phases;
+        None if no layer has these values."""
         fitting = [row for row in self.rows if all(getattr(row[0], axis) == value for axis, value in wanted.items())]
         return max(fitting, key=lambda row: len(row[1]), default=None)
 
@@ -125,8 +128,8 @@ class Grid(Stage[S, C]):
 def shuffled(
     rows: Sequence[tuple[C, frozenset[str]]], values: Mapping[str, Values], phases: Sequence[str]
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Return row indices in a fixed random order and, in that order, the value index of each axis and whether each phase is
-    supported."""
+    """Return row indices in a fixed random order. For the rows in this order, also return the value index of each axis, and
+    whether each phase is supported."""
     order = numpy.random.default_rng(0).permutation(len(rows))
     numbers = {axis: {value: n for n, value in enumerate(tried)} for axis, tried in values.items()}
     table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in numbers] for cell, _ in rows])
@@ -135,10 +138,11 @@ def shuffled(
 
 
 def greedy(table: numpy.ndarray, served: numpy.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
-    """Return indices of a small set of rows that cover each combination of each set's columns, in every phase that has it.
+    """Return indices of a small set of rows that cover each combination of each set's columns, in every phase in which the
+    combination occurs.
 
-    The next row is the first row that adds the most combinations. This number never grows, so only the rows with the largest
-    last known number are evaluated again (lazy greedy: Minoux 1978).
+    The next row is always the first row that adds the largest number of combinations. The number that a row adds never grows, so
+    only the rows with the largest last known number are evaluated again (lazy greedy: Minoux 1978).
     """
     sizes = table.max(axis=0) + 1
     codes = numpy.zeros((len(table), len(sets)), dtype=numpy.int64)

@@ -34,7 +34,8 @@ _LAYER = "right in the first layer: keeps something of a layer, its weights or i
 
 @dataclass(frozen=True)
 class StateParts:
-    """Backends for prompts and extends, and for decode: the subject, or the reference if the subject lacks support."""
+    """Two backends, one for prompts and extends and one for decode. Each is the subject, or the reference if the subject lacks
+    support."""
 
     scans: StateBackend
     steps: StateBackend
@@ -44,7 +45,7 @@ class StateParts:
     def of(cls, stage: StateStage, cell: StateCell) -> StateParts:
         """Return the backends for a cell's layer.
 
-        :raises Skipped: if the subject supports neither part.
+        :raises Skipped: if the subject supports neither prompts and extends nor decode.
         """
         own, spec = stage.make(cell), stage.spec(cell)
         plain = PlainStates(spec, own.layout)
@@ -97,9 +98,10 @@ class StateTurn:
 
 
 class StateSession:
-    """Backend instances that plan each step once for two layers, with the layers' slots and the sequences.
+    """Backend instances that plan each step once for two layers, together with the layers' slots and the sequences.
 
-    The slot freed last is reused first. Slots with odd indices are filled with NaN when freed; other slots are left unchanged.
+    The most recently freed slot is reused first. Slots with odd indices are filled with NaN when freed; other slots are left
+    unchanged.
     """
 
     def __init__(self, served: StateParts, spec: StateSpec, layout: StateLayout, num_slots: int = 64, seed: int = 0) -> None:
@@ -139,20 +141,21 @@ class StateSession:
         one.slot, other.slot = other.slot, one.slot
 
     def move(self, seq: StateTokens) -> None:
-        """Move a sequence to another slot."""
+        """Move a sequence to a different slot."""
         old = seq.slot
         seq.slot = self.take()
         self.copy(old, seq.slot)
         self.give_back(old)
 
     def fork(self, seq: StateTokens) -> StateTokens:
-        """Return a second sequence that continues from a copy of a sequence's state, with the same tokens."""
+        """Return a new sequence with the same tokens that continues from a copy of a sequence's state."""
         found = replace(seq, slot=self.take())
         self.copy(seq.slot, found.slot)
         return found
 
     def open(self, length: int, prefix: StateTokens | None = None, shared: int = 0, checkpoint: int = -1) -> StateTokens:
-        """Start a sequence. prefix: sequence with the same first `shared` tokens, whose state is in slot `checkpoint`."""
+        """Start a sequence. prefix: sequence with the same first `shared` tokens; its state after these tokens is in slot
+        `checkpoint`."""
         layers = []
         for number, parameters in enumerate(self.parameters):
             inputs = random_inputs(self.spec, length, self.generator, strided=True)
@@ -254,9 +257,11 @@ class StateSession:
 
 _SIDE_BY_SIDE = 4
 _LENGTHS = (20, 64, 33, 90, 41, 7)
-"""Lengths in tokens of the sequences after the first three; each starts when an earlier sequence has ended."""
+"""Lengths in tokens of the sequences that follow the first three. Each of these sequences starts when an earlier sequence has
+ended."""
 _CHUNK_SIZES = (1, 2, 64, 3, 5, 37)
-"""Numbers of new tokens per step of a prompt: fewer than the convolution's taps, a full chunk, and parts of a chunk."""
+"""Numbers of new tokens of a prompt in successive steps. They include fewer tokens than the convolution has taps, a full chunk,
+and parts of a chunk."""
 
 
 class Course:
@@ -308,7 +313,7 @@ class Course:
         return StateTurn(seq, min(seq.left, _CHUNK_SIZES[draw % len(_CHUNK_SIZES)]))
 
     def _change_slots(self, running: list[StateTokens]) -> None:
-        """Restore, fork and move states between steps, as an engine does without the backend."""
+        """Restore, fork and move states between steps without calling the backend, as an engine does."""
         session, begun = self._session, [seq for seq in running if seq.done]
         if len(begun) > 1 and self._steps % 4 == 1:
             session.swap(begun[0], begun[-1])

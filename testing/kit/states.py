@@ -35,12 +35,13 @@ from headway.testing.kit.stage import Grid
 from headway.testing.kit.subject import Subject
 
 HEADS = ("4/2", "3/3", "10/2")
-"""Numbers of state heads / key heads. `mamba1`, whose heads are channels, has eight times as many."""
+"""(number of state heads)/(number of key heads). `mamba1`, whose heads are channels, has eight times as many heads."""
 CONVOLUTIONS = ("silu", "bare", "short", "none")
-"""silu: four taps, bias and SiLU. bare: three taps and bias, without activation. short: two taps and SiLU, without bias. none: no
-convolution."""
+"""Kinds of convolution. silu: four taps, bias and SiLU. bare: three taps and bias, without activation. short: two taps and SiLU,
+without bias. none: no convolution."""
 WORK = ("edges", "many", "long")
-"""Kinds of steps. edges: a few lengths near chunk boundaries. many: dozens of sequences. long: over a thousand tokens."""
+"""Kinds of steps. edges: a few sequences with lengths near chunk boundaries. many: dozens of sequences. long: over a thousand
+tokens."""
 _CHANNELS = 24
 
 
@@ -64,15 +65,15 @@ class StateCell(KitCell):
     dtype: str = "float32"
     state_dtype: str = "float32"
     heads: str = HEADS[0]
-    """One of HEADS."""
+    """Numbers of state heads and key heads, one of HEADS."""
     key_dim: int = 16
     value_dim: int = 16
     conv: str = CONVOLUTIONS[0]
-    """One of CONVOLUTIONS."""
+    """Kind of convolution, one of CONVOLUTIONS."""
     decays: str = MILD
-    """One of REGIMES."""
+    """Regime of the decays, one of REGIMES."""
     work: str = WORK[0]
-    """One of WORK."""
+    """Kind of step, one of WORK."""
     about: str = "-"
     """Axis whose value must be refused; "-" for checks other than `refuse`."""
 
@@ -125,7 +126,7 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
 
 
 _KEY_DIMS, _VALUE_DIMS = (16, 7, 72), (16, 5, 136)
-"""Dimensions that fill a tile, that are smaller than a tile, and that end with a partial tile."""
+"""Key and value dimensions to test by default. They fill a tile, are smaller than a tile, or end with a partial tile."""
 _MOST_DIMS = 4
 ODD_LAYOUT = StateLayout("kit_odd", ("slot", "value", "head", "key"), ("slot", "time", "channel"))
 """Unregistered layout, for backends that accept every layout, and for refusals."""
@@ -151,7 +152,7 @@ LENS: dict[str, dict[str, Lens]] = {
         "extend": [(520, 3000), (513, 514), (2, 5)],
     },
 }
-"""Work -> phase -> (query_len, kv_len) of each sequence of a step."""
+"""Kind of step -> phase -> (query_len, kv_len) of each sequence of the step."""
 _SCANS = ("prefill", "extend")
 _PADDED = ("decode", "verify", "ragged", "mixed")
 MOST_DRAFTS = 7
@@ -223,7 +224,7 @@ class StateStage(Grid[Subject, StateCell]):
         }
 
     def whole(self, cell: StateCell) -> StateCell | None:
-        """Return the cell with axes that its kind does not use at their simplest value; None if no such layer exists."""
+        """Return the cell in which each axis that its kind does not use has the simplest value; None if no such layer exists."""
         plain = {axis: values[0] for axis, values in self.values.items()}
         if cell.kind == CONV:
             if cell.conv == "none":
@@ -239,7 +240,8 @@ class StateStage(Grid[Subject, StateCell]):
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 
     def cells(self, quick: bool = False) -> list[StateCell]:
-        """Return the cells of the subject. quick: True to cover each value of each kind, not each pair, in every second phase."""
+        """Return the cells of the subject. quick: True to cover each value with each kind instead of each pair of values, and
+        each layer only in every second phase."""
         found = [StateCell("claims")]
         plain = self.widest()
         if plain is None:
@@ -263,7 +265,8 @@ class StateStage(Grid[Subject, StateCell]):
         return list(dict.fromkeys(found))
 
     def _covering(self, quick: bool) -> list[StateRow]:
-        """Return a small set of layers with, in every phase, each pair of accepted values. quick: pairs of a kind and a value.
+        """Return a small set of layers that contains, in every phase, each pair of accepted values. quick: True to cover only
+        pairs of a kind and a value.
 
         The layers of a kind alternate between the regimes of decays.
         """
@@ -275,8 +278,8 @@ class StateStage(Grid[Subject, StateCell]):
         return found
 
     def _at_work(self, quick: bool) -> list[StateCell]:
-        """Return cells with many and with long sequences, with the largest states of each kind (quick: the simplest), for kernels
-        that run in several parts."""
+        """Return cells with many sequences and cells with long sequences, to test kernels that run in several parts. Each kind is
+        tested with its largest states or, if `quick`, with its simplest layer."""
 
         def size(row: StateRow) -> tuple[int, int]:
             return len(row[1]), 0 if quick else row[0].key_dim * row[0].value_dim
@@ -314,8 +317,8 @@ class StateStage(Grid[Subject, StateCell]):
         return found
 
     def case(self, cell: StateCell, *, padding: int = 2, seed: int = 0, **how: Any) -> StateCase:
-        """Return a step of a cell. padding: number of padding rows, if the engine pads steps of this phase. how: arguments
-        of `make_state_case`."""
+        """Return a step of a cell. padding: number of padding rows, which are added only if the engine pads steps of this phase.
+        how: arguments of `make_state_case`."""
         most = self.claims.max_draft_tokens + 1
         wanted = LENS[cell.work][cell.phase]
         decodes = cell.phase not in _SCANS
@@ -337,7 +340,7 @@ class StateStage(Grid[Subject, StateCell]):
         return run
 
     def many(self, cell: StateCell) -> Callable[[int], None]:
-        """Return a function that runs N steps of all phases in rotation."""
+        """Return a function that runs N steps, in rotation over all supported phases."""
         backend = self.make(cell)
         cases = cycle([self.case(cell.plain("memory", phase=phase)) for phase in sorted(self.served(cell))])
 
@@ -349,7 +352,7 @@ class StateStage(Grid[Subject, StateCell]):
         return steps
 
     def launches(self, cell: StateCell) -> tuple[str, Callable[[], object]]:
-        """Return the names of the backend's calls, and a function that runs the planned parts of a step."""
+        """Return the names of the backend's calls, and a function that runs the parts of a step that has already been planned."""
         backend, case = self.make(cell), self.case(cell)
         out = run_states(backend, case).contiguous()  # compiles
         n, metadata, calls = case.metadata.step.num_prefill_tokens, case.metadata, []

@@ -23,7 +23,8 @@ from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
 
 PREFIXES: Final = {STATE.name: "states:", LINEAR.name: "linear:", EXPERTS.name: "experts:"}
-"""Kind -> prefix for names and files of its kernels, because an attention backend may have the same name."""
+"""Kind of operation -> prefix for names and files of its kernels. The prefix is needed because an attention backend may have the
+same name."""
 WORDS: Final = {
     ATTENTION.name: "backend of attention",
     STATE.name: "backend for layers with a state",
@@ -31,7 +32,7 @@ WORDS: Final = {
     EXPERTS.name: "kernel for layers of experts",
 }
 BASELINE = "sdpa.math"
-"""Backend for the parts that the subject does not support, and for alternating with the subject."""
+"""Backend that runs the parts that the subject does not support, and that alternates with the subject in some checks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Subject:
 
     @property
     def plugin(self) -> tuple[str, str, str] | None:
-        """(name, owner, file) of the subject's plugin; `file` is "" if the plugin is not a file. None without a plugin."""
+        """(name, owner, file) of the subject's plugin; `file` is "" if the plugin is not a file. None if no plugin provides the
+        subject."""
         if self.file:
             return self.name, self.file, self.file
         source = self.registry.source_of(self.name, self.kind)
@@ -80,7 +82,8 @@ class AttentionSubject(Subject):
     """Registered attention backend under test on one device."""
 
     def anew(self) -> AttentionSubject | None:
-        """Return the subject, loaded again from its file; None if it has no file, or needs additional plugins."""
+        """Return the subject, loaded again from its file. The result is None if the subject has no file, or cannot be loaded
+        without additional plugins."""
         if not self.file:
             return None
         try:
@@ -165,7 +168,8 @@ def subject_of(
     module: ModuleType | None = None,
     plugins: Sequence[str] = (),
 ) -> Subject:
-    """Register a class under its own name or, if that is taken, under a derived name, together with its layouts."""
+    """Register a class together with its layouts, and return it as a subject. The class is registered under its own name or, if
+    this name is taken, under a derived name."""
     kind = kind_of_class(found)
     extra_plugins: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
     registry = create_registry(extra_plugins, load_entry_points=module is not None)

@@ -38,10 +38,10 @@ from headway.testing.kit.stage import Grid, Values
 from headway.testing.kit.subject import Subject
 
 ROWS = {"few": (17, 1, 16, 2, 3, 7), "many": (257, 33, 64, 100)}
-"""Work -> numbers of rows of x in the calls of one instance: near tile boundaries, largest first, so that later calls could read
-leftovers."""
+"""Kind of work -> numbers of rows of x in the calls of one instance. The numbers are near tile boundaries and begin with the
+largest, so that later calls could read leftovers of earlier calls."""
 ROUNDED = 8e-2
-"""Relative error that is correct for a kernel that rounds x to 8 bits."""
+"""Maximum relative error of a correct kernel that rounds x to 8 bits."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _UNCLAIMED = "float64"
 
@@ -97,7 +97,7 @@ class ExpertCell(KitCell):
     size: int = 128
     """Intermediate size of an expert."""
     expert: str = "silu"
-    """Name in _EXPERTS of an expert's activation and biases."""
+    """Name in _EXPERTS that determines the activation and the biases of an expert."""
     top_k: int = 2
     shared: int = 0
     """Number of shared experts, which every token uses."""
@@ -122,7 +122,7 @@ class WeightStage(Grid[Subject, W]):
     """Kernel with weights under test."""
 
     inputs: ClassVar[Mapping[str, Values]] = {"numbers": NUMBERS, "work": tuple(ROWS)}
-    """Axes of a call, whose values no kernel can refuse; the values are distributed over the layers."""
+    """Axes of a call and their values, which no kernel can refuse. The values are distributed over the layers."""
 
     @abstractmethod
     def case(self, cell: W, rows: int, seed: int = 0, turn: int = 0) -> WeightCase:
@@ -149,7 +149,7 @@ class WeightStage(Grid[Subject, W]):
         return self.subject.backend(self.spec(cell))
 
     def rows_of(self, cell: W) -> tuple[int, ...]:
-        """Return the numbers of rows of a cell's calls, limited to what the subject supports."""
+        """Return the numbers of rows in a cell's calls, limited to the numbers that the subject supports."""
         claims = self.subject.claims
         most = getattr(claims, "max_rows", None) or getattr(claims, "max_tokens", None)
         return tuple(rows if most is None else min(rows, most) for rows in ROWS[cell.work])
@@ -175,7 +175,8 @@ class WeightStage(Grid[Subject, W]):
         return list(dict.fromkeys(found))
 
     def _refusals(self, plain: W) -> list[W]:
-        """Return the `refuse` cells: each unclaimed or rejected value of an axis, in the simplest layer."""
+        """Return the `refuse` cells. Each cell has one unclaimed or rejected axis value, in a layer that otherwise has the
+        simplest values."""
         plain = next((row for row, _ in self.rows if self.subject.claims.check(self.spec(row))), plain)
         found: list[W] = []
         unclaimed: dict[str, Values] = {**self.values, "dtype": (*_DTYPES, _UNCLAIMED), **self.others}
@@ -187,12 +188,12 @@ class WeightStage(Grid[Subject, W]):
         return found
 
     def of_weight(self, cell: W) -> list[W]:
-        """Return the additional cells for a weight's simplest layer."""
+        """Return the additional cells for the simplest layer with a weight."""
         return []
 
     @property
     def others(self) -> dict[str, Values]:
-        """Values of further fields of a cell that a kernel may have to refuse."""
+        """Further fields of a cell -> values that a kernel may have to refuse."""
         return {}
 
     def once(self, cell: W) -> Callable[[], list[Tensor]]:
@@ -225,13 +226,14 @@ class WeightStage(Grid[Subject, W]):
 
 
 def _turns(inputs: Mapping[str, Values]) -> Iterator[Values]:
-    """Yield combinations of axis values in an order in which values of different axes are soon combined in pairs."""
+    """Yield combinations of axis values, ordered so that values of different axes soon occur together."""
     for number in range(max(map(len, inputs.values())) * 2):
         yield tuple(values[(number + number // len(values)) % len(values)] for values in inputs.values())
 
 
 class GuardedCall:
-    """One call with its own memory: `out` is between guard rows and is filled with NaN, or with the values to add to."""
+    """One call with separate memory. `out` is between guard rows and is filled with NaN, or with the values to which the call
+    adds."""
 
     def __init__(self, case: WeightCase) -> None:
         self.case = case
@@ -249,7 +251,8 @@ class GuardedCall:
         return self._guarded[GUARD:-GUARD]
 
     def run(self, kernel: Any, prepared: Any, before: float = torch.nan) -> Tensor:
-        """Make the call and return a copy of its output. before: old contents of `out`, unless the call adds to it.
+        """Make the call and return a copy of its output. before: contents of `out` before the call, unless the call adds to
+        `out`.
 
         :raises Finding: if the kernel changes its inputs, or memory outside `out`.
         """
@@ -259,8 +262,8 @@ class GuardedCall:
         return self.out.clone()
 
     def fill(self, before: float = torch.nan, onto: Tensor | None = None) -> None:
-        """Fill `out` for a call: with the values to add to, else with a number, or with a NaN pattern that arithmetic never
-        returns."""
+        """Fill `out` before a call: with the values to which the call adds, else with the number `before`, or with a NaN pattern
+        that arithmetic never returns."""
         bits(self._guarded).fill_(UNWRITTEN[self._guarded.dtype])
         if onto is not None:
             self.out.copy_(onto)
@@ -268,7 +271,7 @@ class GuardedCall:
             self.out.fill_(before)
 
     def check(self) -> None:
-        """Check that only `out` has changed.
+        """Check that the call has changed no memory except `out`.
 
         :raises Finding: if any other memory has changed.
         """
@@ -295,7 +298,7 @@ def _drawn(name: str, shape: tuple[int, int], dtype: torch.dtype, numbers: str, 
 
 
 def _fits(name: str, *in_features: int) -> bool:
-    """Return whether a weight's columns divide into whole groups for all these numbers of columns."""
+    """Return whether each number of columns in `in_features` divides into complete groups of the weight format."""
     kind, *words = name.split("-")
     group = 32 if kind == "mxfp4" else int(words[0]) if kind == "int4" else 1
     return all(size % group == 0 for size in in_features)
@@ -322,7 +325,7 @@ class LinearStage(WeightStage[LinearCell]):
         )
 
     def whole(self, cell: LinearCell) -> LinearCell | None:
-        """Return the cell; None if its weight does not divide into whole groups."""
+        """Return the cell; None if the columns of its weight do not divide into complete groups."""
         return cell if _fits(cell.weight, cell.in_features) else None
 
     @property
@@ -355,10 +358,11 @@ _EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Activation and biases of an expert -> fields of its `ExpertsConfig`. clamped-biases: gpt-oss. relu2: Nemotron-H."""
 _ROUTING = ("even", "one", "some", "equal")
-"""Routing. even: random experts. one: the same for all tokens. some: the last experts get no token. equal: equal scores."""
+"""Routings. even: random experts. one: the same experts for all tokens. some: no token for the last experts. equal: random
+experts with equal scores."""
 _NUM_EXPERTS = 8
 _MOST = 2
-"""`Drawn.most` for experts: the squared ReLU of larger numbers overflows float16."""
+"""Value of `Drawn.most` for experts. With larger numbers, the squared ReLU overflows float16."""
 
 
 class ExpertsStage(WeightStage[ExpertCell]):
@@ -384,7 +388,8 @@ class ExpertsStage(WeightStage[ExpertCell]):
         return ExpertsSpec(config, cell.hidden_size, dtype, self.subject.device, formats[0], formats[1])
 
     def whole(self, cell: ExpertCell) -> ExpertCell | None:
-        """Return the cell; None if its weights do not divide into whole groups, or a block would span two experts."""
+        """Return the cell. The result is None if the kit does not test its weight format for experts, if the columns of its
+        weights do not divide into complete groups, or if a block would span two experts."""
         apart = "order" in cell.weight or cell.weight == "fp8-tensor"
         blocks = cell.weight != "fp8-128x128" or (cell.size % 128 == 0 and cell.hidden_size % 128 == 0)
         return cell if _fits(cell.weight, cell.size, cell.hidden_size) and blocks and not apart else None
@@ -413,7 +418,7 @@ class ExpertsStage(WeightStage[ExpertCell]):
         return ExpertsWeights(weights[0], weights[1], biases[0], biases[1])
 
     def _routed(self, config: ExpertsConfig, routing: str, rows: int, drawn: Drawn) -> tuple[Tensor, Tensor]:
-        """Return random experts and scores for each token's slots, shared experts last."""
+        """Return random experts and scores for the slots of each token, with the shared experts last."""
         chosen = torch.rand(1 if routing == "one" else rows, config.num_experts, generator=drawn.generator)
         if routing == "some" and config.top_k < config.num_experts:
             chosen[:, max(config.top_k, config.num_experts // 2) :] = -1.0
@@ -425,13 +430,14 @@ class ExpertsStage(WeightStage[ExpertCell]):
 
 
 _ELEMENT, _ROW = 8.0, 3.0
-"""Factors on the tolerance for a single element and a single row, whose errors vary more than that of the whole output."""
+"""Factors on the tolerance for a single element and for a single row, whose errors vary more than the error of the complete
+output."""
 _FINITE = 192.0
-"""Content of `out` before some calls, instead of NaN, which a check could ignore as missing."""
+"""Value with which `out` is filled before some calls; a check could ignore NaN as missing."""
 
 
 def claims(stage: WeightStage[Any], cell: Any) -> str:
-    """Check the class against the contract as far as possible without running it."""
+    """Check the class against the contract as far as possible without running the kernel."""
     every.claims(stage)
     accepted = {row.weight.partition("-")[0] for row, _ in stage.rows}
     for name in FORMATS:
@@ -519,7 +525,7 @@ def instances(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def invariant(stage: WeightStage[Any], cell: Any) -> str:
-    """Check that rows have the same bits without the other rows, and in a different order."""
+    """Check that rows of the output have the same bits if they are computed without the other rows, or in a different order."""
     case, kernel = stage.case(cell, stage.rows_of(cell.having({"work": "many"}))[0]), stage.make(cell)
     prepared, rows = kernel.prepare(case.weight), len(case.right)
     whole = GuardedCall(case).run(kernel, prepared)
@@ -534,7 +540,8 @@ def invariant(stage: WeightStage[Any], cell: Any) -> str:
 
 
 def graph(stage: WeightStage[Any], cell: Any) -> str:
-    """Check a captured call that is replayed with different rows; on a CPU, the call is repeated."""
+    """Check a captured call that is replayed with different rows. On a CPU, the call is repeated because no graph can be
+    replayed."""
     if stage.subject.backend.graph_level is GraphLevel.NONE:
         raise Skipped("graph_level: needs more, got NONE, so no engine captures it")
     for rows in sorted({stage.rows_of(cell)[0], 1}):

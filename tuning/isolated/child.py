@@ -1,7 +1,8 @@
 """`python -m headway.tuning.isolated.child`: a child process, allowed to crash, that tries plugins or measures one table.
 
 The process reads one request and answers in lines of JSON. Each plugin runs in a fork of this process. If a plugin kills its
-parent, only this process ends; a plugin that hangs is stopped and named. This process never uses a GPU before it forks.
+parent, only this process ends; a plugin that hangs is stopped and reported by name. This process never uses a GPU before it
+forks.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from headway.tuning.measure.self_test import self_test
 
 T = TypeVar("T")
 _HEADS = ((4, 2), (8, 1), (4, 4))
-"""(query heads, kv heads) of the layers that are offered to a backend, until it supports one of them."""
+"""(query heads, kv heads) of the layers offered to a backend, one after another, until the backend supports one of them."""
 _HEAD_DIMS = (64, 128)
 
 
@@ -86,8 +87,8 @@ class TrialSteps:
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Run a step of the plugin's code. An exception becomes a remark. An exit, printed output or a changed process state is a
-        fault.
+        """Run a step of the plugin's code. An exception becomes a remark. If the plugin exits, prints output or changes the
+        process state, the step has a fault.
 
         :raises Fault: if the step has a fault.
         """
@@ -230,7 +231,8 @@ def _is_of(module: object, plugin: PluginSource) -> bool:
 
 
 def _end(trial: TrialSteps, modules: list[ModuleType]) -> None:
-    """Run Python's exit handlers. modules: the plugin's modules, whose names Python drops at exit.
+    """Run Python's exit handlers and set the names in the plugin's modules to None, as Python does at exit. modules: the plugin's
+    modules.
 
     :raises Fault: if a thread of the plugin would keep Headway from ending.
     """
@@ -323,15 +325,15 @@ class ProcessSnapshot:
 
 
 _DUMP_SECONDS = 0.5
-"""Seconds for a hanging process to write its stack."""
+"""Seconds that a hanging process has to write its stack."""
 _END_SECONDS = 1.0
-"""Seconds for processes that a plugin started to end after the plugin."""
+"""Seconds that the processes started by a plugin have to end after the plugin has ended."""
 _POLL_SECONDS = 0.02
 _MOST_OUTPUT = 20_000
-"""Maximum number of characters stored from a plugin's output."""
+"""Maximum number of characters of a plugin's output that are stored."""
 _MOST_MEMORY = 16 * 2**30
-"""Limit of a plugin's address space in bytes, on machines without a GPU. With a GPU no limit is set: its driver reserves more
-than any useful limit."""
+"""Limit of a plugin's address space in bytes, on machines without a GPU. On machines with a GPU no limit is set, because the GPU
+driver reserves more address space than any useful limit."""
 
 
 @dataclass
@@ -361,7 +363,7 @@ class _PipeReader:
 
 
 def judge(plugin: PluginSource, device: str, seconds: float, private: int | None = None) -> Verdict:
-    """Try a plugin in a fork of this process, and end the fork within little more than `seconds`.
+    """Try a plugin in a fork of this process. The fork ends after little more than `seconds` at the latest.
 
     private: file descriptor to close in the fork, so that the plugin cannot use it.
     """

@@ -1,8 +1,8 @@
 """Measurement in a child process, for third-party backends: a shape that crashes or hangs a backend does not end the start.
 
-The child writes the table after each point, like a measurement in this process, and reports which backends it is about to call.
-When the child dies or stops responding, the backends at fault are excluded, with the reason in the table, and another child
-continues.
+The child writes the table after each point, as a measurement in this process does, and reports which backends it is about to
+call. When the child dies or stops responding, the backends at fault are excluded, and the table records the reason. A new child
+then continues the measurement.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from headway.tuning.table.schema import CRASHED, HUNG, CrossoverTable
 log = logging.getLogger("headway")
 
 _START = 120.0
-"""Seconds for the child process to import torch and the plugins."""
+"""Seconds that the child process has to import torch and the plugins."""
 ANSWER_SECONDS = {"cpu": 15.0, "cuda": 180.0}
 """Maximum seconds for one backend at one point. On a GPU, all kernels of the grid may be compiled in this time."""
 _DUMP = 'File "'
 
 
 def third_party_files(registry: Registry, names: Collection[str], kind: OperationKind = ATTENTION) -> dict[str, str]:
-    """Return backend name -> the file of the plugin that registers it, for installed plugins and plugin files."""
+    """Return backend name -> file of the plugin that registers the backend, for installed plugins and plugin files."""
     return {
         name: record.file
         for record in registry.plugins
@@ -49,17 +49,17 @@ def third_party_files(registry: Registry, names: Collection[str], kind: Operatio
 
 
 def can_measure_in_child(registry: Registry, names: Collection[str], kind: OperationKind = ATTENTION) -> bool:
-    """Return whether a child process can load all of the named backends. Plugin objects exist only in the program that passed
-    them."""
+    """Return whether a child process can load all of the named backends. A child cannot load plugin objects, which exist only in
+    the program that passed them."""
     entries = registry.of(kind).entries
     brought = {name for name in names if entries[name].owner != BUILTIN_OWNER}
     return brought <= third_party_files(registry, names, kind).keys()
 
 
 def measure_in_child(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
-    """Run a measurement in a child process; after each crash, start another child without the backends at fault.
+    """Run a measurement in a child process. After each crash, start a new child without the backends at fault.
 
-    options: must have the names of the backends and the path of the table.
+    options: must contain the names of the backends and the path of the table.
 
     :raises HeadwayError: if the measurement raises one, or if the child ends and no backend is at fault.
     """
@@ -107,7 +107,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
 
 
 def _written(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes whenever the file is rewritten, or None without a file."""
+    """Return a value that changes whenever the file is rewritten, or None if the file does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -116,7 +116,7 @@ def _written(path: Path) -> tuple[int, int] | None:
 
 
 def _blamed(at: str, output: str, files: dict[str, str]) -> list[str]:
-    """Return the backends at fault: those whose files are in the crash's stack dump, else those about to be called, else all of
-    `files`."""
+    """Return the backends at fault: the backends whose files appear in the crash's stack dump, else the backends about to be
+    called, else all of `files`."""
     named = [name for name, file in files.items() if file and f"{_DUMP}{file}" in output]
     return named or [name for name in files if name in at.split(",")] or list(files)

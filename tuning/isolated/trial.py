@@ -1,4 +1,5 @@
-"""Trials of third-party plugins, each in a child process, and the `create_registry` with trials that every command uses."""
+"""Trials of third-party plugins, each in a child process, and the `create_registry` function that every command uses, which runs
+these trials."""
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ def create_registry(
     """Create a registry: the built-ins first, then the given plugins, then entry points of the group "headway".
 
     plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or a mapping of
-    names to plugins. One that fails raises an error. block: names of entry points to ignore. policy: installed plugins to load
-    (all, none, allow=A,B or block=A,B). None means $HEADWAY_PLUGINS. retry: repeat trials whose verdict is stored.
+    names to plugins. A given plugin that fails raises an error. block: names of entry points to ignore. policy: installed plugins
+    to load (all, none, allow=A,B or block=A,B). None means $HEADWAY_PLUGINS. retry: True to repeat trials whose verdict is
+    stored.
 
-    Each version of an installed plugin is first tried in a child process. A plugin that fails there or here is recorded in
-    `failures`, and the start continues. A plugin file is tried once per content; because the user named it, its failure raises an
-    error.
+    Each version of an installed plugin is first tried in a child process. A plugin that fails in the child or in this process is
+    recorded in `failures`, and the start continues. A plugin file is tried once per content; because the user named the file, its
+    failure raises an error.
 
     :raises ConfigError: if the policy is not valid, or if a file does not exist.
     :raises HeadwayError: if a given plugin cannot be registered.
@@ -57,8 +59,8 @@ def create_registry(
 
 
 def try_installed() -> None:
-    """Try every installed plugin that the policy allows and that has no verdict, and store the verdicts. Imports no plugin
-    here."""
+    """Try every installed plugin that the policy allows and that has no verdict, and store the verdicts. No plugin is imported
+    into this process."""
     policy = PluginPolicy.of_environment()
     found = installed_plugins(PROJECT)
     verdicts([plugin for plugin in found if isinstance(plugin, InstalledPlugin) and policy.takes(plugin)], try_plugins)
@@ -83,7 +85,8 @@ def try_plugins(plugins: Sequence[PluginSource]) -> list[Verdict]:
 
 
 class _Tries(AbstractContextManager["_Tries"]):
-    """Plugins that one child process tries one after the other. If a plugin ends the child, another child continues."""
+    """Plugins that one child process tries one after another. If a plugin ends the child, a new child tries the remaining
+    plugins."""
 
     def __init__(self, requests: list[dict[str, Any]], seconds: float) -> None:
         self._requests = requests

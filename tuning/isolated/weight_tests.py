@@ -15,13 +15,13 @@ from headway.core.oracle.weight_cases import WEIGHTS, Drawn, WeightCase, experts
 from headway.tuning.measure.counted_layer import TRIED
 
 _SIZE = 256
-"""Number of inputs and of outputs of the layers: a multiple of every format's groups and blocks."""
+"""Number of inputs and of outputs of each layer: a multiple of the group and block sizes of every format."""
 _WRONG = 0.05
 """Error, relative to the norm of the correct answer, above which a kernel is reported."""
 
 
 def weight_tests(kernel: type[Any], device: torch.device) -> Iterator[str]:
-    """Run a linear or experts kernel on one layer of each weight that it supports, and yield each error."""
+    """Run a linear or experts kernel on one layer for each kind of weight that the kernel supports, and yield each error."""
     with torch.inference_mode():
         for dtype in kernel.capabilities.dtypes:
             for name in WEIGHTS:
@@ -42,7 +42,7 @@ def weight_tests(kernel: type[Any], device: torch.device) -> Iterator[str]:
 
 
 _Case = tuple[int, WeightCase, Any, Any]
-"""(number of rows, the case, the kernel's instance, the weights that it prepared)."""
+"""(number of rows, case, kernel instance, weights that the instance prepared)."""
 
 
 def _linear(kernel: type[LinearKernel], name: str, dtype: torch.dtype, drawn: Drawn, device: torch.device) -> Iterator[_Case]:

@@ -1,4 +1,4 @@
-"""Measured times of the all-reduce kernels for each number of bytes."""
+"""Measured times of the all-reduce kernels for each message size in bytes."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from headway.core.select.kernels import KernelRegistry
 
 _CALLS = 100
-"""Calls in the CUDA graph that is timed. Many calls average out the skew between the launches of two processes, which is tens of
-us."""
+"""Number of calls in the CUDA graph that is timed. Many calls average out the skew between the launches of two processes, which
+is tens of microseconds."""
 _REPLAYS = 7
 _TOLERANCE = 2.0**-6
-"""Maximum error of bfloat16 sums that round after each rank, relative to the largest element."""
+"""Maximum error of bfloat16 sums that are rounded after each rank, relative to the largest element."""
 _CHECK_SECONDS = 30.0
-"""Maximum seconds for a sum in a check, since a different rank may first have to compile the kernel."""
+"""Maximum seconds that a check waits for a sum, since a different rank may first have to compile the kernel."""
 _END = -1
 log = logging.getLogger("headway")
 
 
 def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any], budget: float) -> None:
-    """Select the fastest all-reduce kernel for each size by measured times. Every rank must call this.
+    """Select the fastest all-reduce kernel for each size by measured times. Every rank must call this function.
 
-    budget: seconds that may be spent on measuring. If 0, nothing is measured; without a stored table, the first kernel that
-    supports a tensor sums it.
+    budget: seconds that may be spent on measuring. If 0, nothing is measured. Without a stored table, a tensor is then summed by
+    the first kernel that supports it.
     """
     sums = _joined(ranks, kernels)
     ranks.sum_by(sums, None)
@@ -75,7 +75,8 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
 
 
 def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup) -> dict[str, Any]:
-    """Return the all-reduce kernel that runs from each size on, the source of that choice, and the reasons against other kernels.
+    """Return the sizes from which each all-reduce kernel is used, the source of this choice, and the reasons against other
+    kernels.
 
     Nothing is measured.
     """
@@ -118,7 +119,7 @@ def _record(size: int) -> RanksRecord:
 
 @dataclass(frozen=True)
 class SumLayer(CountedLayer):
-    """All-reduce over ranks, measured at several numbers of bytes. Rank 0 requests sizes, and all ranks time them together."""
+    """All-reduce over ranks, measured at several sizes in bytes. Rank 0 requests sizes, and all ranks time them together."""
 
     ranks: TorchRanks
 
@@ -127,7 +128,7 @@ class SumLayer(CountedLayer):
         return [each.name for each in self.ranks.sums if each.takes(x)]
 
     def check(self, name: str, count: int) -> None:
-        """Do nothing: kernels are checked when the ranks join."""
+        """Do nothing: kernels have already been checked when the ranks joined."""
 
     def call(self, name: str, count: int) -> Callable[[], object]:
         return partial(next(each for each in self.ranks.sums if each.name == name), self._x(count))
@@ -190,12 +191,13 @@ def _joined(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any]) ->
 
 
 def _all(ranks: TorchRanks, ok: bool) -> bool:
-    """Return whether `ok` is true on every rank. Every rank must call this."""
+    """Return whether `ok` is true on every rank. Every rank must call this function."""
     return bool(ranks.all_gather(torch.tensor([ok], dtype=torch.int32, device=ranks.device)).min())
 
 
 def _wrong(ranks: TorchRanks, kernel: AllReduceKernel) -> str:
-    """Return text on how a kernel's sums differ from sums over gathered tensors, or "" if they are correct."""
+    """Return a description of how a kernel's sums differ from sums over gathered tensors, or "" if the kernel's sums are
+    correct."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     for number, count in enumerate((8, 5000, 200_000, 24, 100_000, 48, 2**18)):
         x = torch.empty(count, dtype=torch.bfloat16, device=ranks.device).normal_(generator=generator)
@@ -214,7 +216,7 @@ def _wrong(ranks: TorchRanks, kernel: AllReduceKernel) -> str:
 
 
 def _is_done(device: torch.device) -> bool:
-    """Wait at most `_CHECK_SECONDS` for a device to finish its work, and return whether it has."""
+    """Wait at most `_CHECK_SECONDS` for a device to finish its work, and return whether the work is finished."""
     if device.type == "cpu":
         return True
     event: Any = torch.cuda.Event()
@@ -228,7 +230,8 @@ def _is_done(device: torch.device) -> bool:
 def time_sum(
     ranks: TorchRanks, call: Callable[[], object], capture: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Timing:
-    """Time a call on the slowest rank, on a GPU within a CUDA graph. Every rank must call this.
+    """Return the time of a call on the slowest rank; on a GPU, the call is timed in a CUDA graph. Every rank must call this
+    function.
 
     capture: context manager that a library needs around graph capture.
     """

@@ -27,7 +27,7 @@ class InputsChangedError(RuntimeError):
 class GuardedInputs:
     """Copies and checksums of a step's inputs, to detect writes to them.
 
-    A backend may write its output, and may write the new tokens into the cache slots that already hold them.
+    A backend may write its output. It may also write the new tokens into the cache slots that already hold these tokens.
     """
 
     def __init__(
@@ -43,15 +43,16 @@ class GuardedInputs:
 
     @classmethod
     def of(cls, case: Case, rebuild: Callable[[], Case]) -> Self:
-        """Guard an attention step: copies of q, k, v and the metadata, and checksums of the cache. rebuild: makes the same case
-        again."""
+        """Guard an attention step with copies of q, k, v and the metadata, and with checksums of the cache. rebuild: function
+        that creates the same case again."""
         metadata = {f"metadata.{field.name}": getattr(case.metadata, field.name) for field in fields(case.metadata)}
         small = {"q": case.q, "k": case.k, "v": case.v} | metadata
         tensors = {name: value for name, value in small.items() if isinstance(value, Tensor)}
         return cls(tensors, _named(case), lambda: _named(rebuild()))
 
     def check(self, with_cache: bool = True) -> None:
-        """Compare the inputs with their copies and checksums. with_cache: False skips the cache, whose check must read all of it.
+        """Compare the inputs with their copies and checksums. with_cache: False skips the check of the cache, which must read the
+        entire cache.
 
         :raises InputsChangedError: if inputs differ. The message names these inputs, which have been restored.
         """
@@ -71,7 +72,8 @@ def _named(case: Case) -> dict[str, Tensor]:
 
 
 def _bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bits as integers, modulo 2**64. It changes if any element changes, even if there are NaNs."""
+    """Return a checksum of a tensor: its memory is read as integers, which are summed modulo 2**64. The checksum changes if any
+    one element changes, even if there are NaNs."""
     flat = tensor.reshape(-1)
     wide = flat.numel() * flat.element_size() % 4 == 0
     return int(flat.view(torch.int32 if wide else torch.uint8).sum(dtype=torch.int64))
@@ -159,8 +161,8 @@ def failed(error: Exception) -> Measurement:
 def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, writer: CacheWriter | None = None) -> None:
     """Run a case of one phase through one backend, as an engine layer calls it.
 
-    writer: cache writer of the layout. It writes the new tokens (to slots that already hold them), unless the backend writes them
-    in decode.
+    writer: cache writer of the layout, which writes the new tokens to slots that already hold these tokens. It is not called in
+    decode if the backend writes the new tokens.
     """
     step = case.metadata
     try:
@@ -239,13 +241,14 @@ def _distance(stored: Tensor, rows: Tensor, scale: float) -> float:
 
 
 def checked(contender: Contender) -> float:
-    """Return the relative error of a call into a poisoned output, NaN if a row was not written."""
+    """Return the relative error of a call whose output was first filled with invalid values. NaN means that a row was not
+    written."""
     contender.poison()
     return contender.error(contender.call())
 
 
 def incorrect(error: float, contender: Contender, when: str = "") -> Measurement:
-    """Return the measurement for a wrong answer. when: text that says in which run it was wrong, if not in the first."""
+    """Return the measurement for a wrong answer. when: text that names the run with the wrong answer, if it was not the first."""
     reason, shown = (
         f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}",
         error if math.isfinite(error) else None,
@@ -311,8 +314,8 @@ def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
-    """Return the step that an engine captures: static tensors with padding rows, a block table for `graph_len` tokens, and
-    `graph_len` as each length on the host."""
+    """Return the step that an engine captures. Its tensors are static and contain padding rows, its block table has room for
+    `graph_len` tokens, and each length on the host is `graph_len`."""
     rows, width = step.block_table.shape[0], -(-graph_len // step.block_size)
     return replace(
         step,
@@ -327,8 +330,8 @@ def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
 
 
 def _loaded(static: AttentionMetadata, step: AttentionMetadata) -> AttentionMetadata:
-    """Copy a step into the static tensors. Return the metadata that an engine passes to `plan_for_replay`: the static tensors
-    with the step's lengths on the host, and the maximum length of the capture."""
+    """Copy a step into the static tensors, and return the metadata that an engine passes to `plan_for_replay`. The metadata has
+    the static tensors, the step's lengths on the host, and the maximum length of the capture."""
     columns = step.block_table.shape[1]
     static.seq_lens.copy_(step.seq_lens)
     static.context_lens.copy_(step.context_lens)

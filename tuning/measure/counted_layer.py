@@ -34,19 +34,20 @@ from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, Ke
 log = logging.getLogger("headway")
 INTERLEAVED = InterleavedTimer(rounds=2, round_ms=2.0)
 _TOO_SLOW = 3.0
-"""Ratio to the fastest time. A kernel with a higher ratio, if it grows with the number of rows, is skipped at larger counts."""
+"""Ratio to the fastest time. A kernel above this ratio for which `gets_slower` is true is skipped at larger counts."""
 Times = dict[str, list[float | None]]
 """Kernel -> microseconds per call, for each measured count. None means not measured."""
 
 
 TRIED = (1, 2, 5, 16, 33, 130)
-"""Numbers of rows or tokens at which a third party's kernel is checked at each start: several complete and incomplete tiles."""
+"""Numbers of rows or tokens at which a third-party kernel is checked at each start; they give complete and incomplete tiles."""
 
 
 def max_error(kernel: Kernel, dtype: torch.dtype, limit: float, third_party: bool) -> float:
     """Return the largest accepted error, relative to the norm of the correct answer.
 
-    A third party's kernel may be off by four times its tolerance: both are errors of sums, measured in other norms.
+    A third-party kernel may have an error of four times its declared tolerance, because the tolerance is measured in a different
+    norm.
     """
     return min(limit, max(4 * kernel.tolerance.get(dtype, limit), 1e-3)) if third_party else limit
 
@@ -58,7 +59,7 @@ class CountedLayer(TunedLayer):
     on: torch.device
     timer: InterleavedTimer
     registry: Registry | None
-    """Registry of third-party kernels. None without third-party kernels."""
+    """Registry of third-party kernels. None means that there are no third-party kernels."""
 
     @cached_property
     def records(self) -> list[KernelRecord]:
@@ -94,7 +95,7 @@ class CountedLayer(TunedLayer):
 
     @abstractmethod
     def layers(self, count: int) -> int:
-        """Return the number of layers in one call."""
+        """Return the number of layers that one call runs."""
 
     def ready(self, counts: Collection[int]) -> AbstractContextManager[object]:
         """Return a context manager that compiles kernels and repacks weights for the counts that are timed within it."""
@@ -105,7 +106,7 @@ class CountedLayer(TunedLayer):
         return self.timer.time(calls, self.on)
 
     def gets_slower(self, name: str) -> bool:
-        """Return whether a kernel that is much slower than the fastest gets relatively slower with more rows."""
+        """Return whether a kernel that is much slower than the fastest becomes relatively slower as the number of rows grows."""
         return False
 
     def times(self, table: CrossoverTable, axis: CountAxis) -> AxisTimes:

@@ -97,9 +97,9 @@ def new_table(
 
 
 def crowding() -> str:
-    """Return text on how many CPU cores other processes use, or "" if enough cores are free for this process's threads.
+    """Return a description of how many CPU cores other processes use, or "" if enough cores are free for this process's threads.
 
-    Takes 0.1 s, during which this process must be idle.
+    The call takes 0.1 s, during which this process must be idle.
     """
     allowed = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(psutil.cpu_count() or 1)
     shares: list[float] = psutil.cpu_percent(interval=0.1, percpu=True)
@@ -110,17 +110,18 @@ def crowding() -> str:
 
 
 def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:
-    """Return the device's identity and two rates, measured in the dtype of the run. Takes a second on a GPU."""
+    """Return the device's identity and two rates, measured in the dtype of the run. The call takes about a second on a GPU."""
     copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
     rates = {"copy_gbps": copy_gbps, "matrix_tflops": matrix_tflops, "matrix_dtype": DTYPE_NAMES[dtype]}
     return DeviceInfo(**identify_device(device).model_dump() | rates)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tuple[float, float]:
-    """Return the rate of a large copy in GB/s (read plus written), and of a GEMM of square random matrices in TFLOP/s.
+    """Return the rate of a large copy in GB/s (bytes read plus bytes written), and the rate of a GEMM of square random matrices
+    in TFLOP/s.
 
-    The copy has 2 GiB on a GPU (less if little memory is free) and 64 MiB on a CPU; the matrices have 8192 and 512 rows. Both
-    exceed the caches by far.
+    The copy has 2 GiB on a GPU (less if little memory is free) and 64 MiB on a CPU. The matrices have 8192 rows on a GPU and 512
+    rows on a CPU. The copy is larger than usual caches.
     """
     if device.type == "cuda":
         size, n = min(2**31, torch.cuda.mem_get_info(device)[0] // 8), 8192
@@ -136,7 +137,8 @@ def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tu
 
 
 def _driver(device: torch.device) -> tuple[str | None, int | None]:
-    """Return the driver version and the maximum SM clock in MHz. None if nvidia-smi is missing or does not know the device."""
+    """Return the driver version and the maximum SM clock in MHz. Both are None if nvidia-smi is missing or does not know the
+    device."""
     query = ["nvidia-smi", "--query-gpu=uuid,driver_version,clocks.max.sm", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

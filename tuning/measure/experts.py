@@ -32,12 +32,13 @@ from headway.tuning.table.old_formats import HIDDEN
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
 
 _GRAPHED, _LAYERS = 256, 4
-"""Maximum number of tokens for timing in a CUDA graph, and number of layers in the graph, each with its own tokens.
+"""Maximum number of tokens for timing in a CUDA graph, and number of layers in the graph; each layer has its own tokens.
 
-A single layer gives another ranking: a method with five launches, most of them hidden by neighbouring layers, took 252 us alone
-and 180 us in a step."""
+Timing a single layer gives a different ranking: a method with five launches, most of them hidden by neighbouring layers, took 252
+us in a single layer and 180 us per layer in a step.
+"""
 _FEW = 16
-"""Maximum number of tokens in the check of a method before it is timed."""
+"""Maximum number of tokens with which a method is checked before it is timed."""
 _TOLERANCE = 5e-2
 """Maximum error, relative to the answer's norm: several times the rounding error of bfloat16."""
 log = logging.getLogger("headway")
@@ -46,15 +47,15 @@ log = logging.getLogger("headway")
 def choose_experts(
     kinds: Iterable[ExpertsKind], budget: float, ahead: CompileAhead | None = None, registry: Registry | None = None
 ) -> None:
-    """Select methods for each kind of MoE layer by measured times: those stored for this device, or new measurements.
+    """Select methods for each kind of MoE layer by measured times: times stored for this device, or new measurements.
 
-    Third-party kernels are checked at every start, and excluded with the error if they are wrong.
+    Third-party kernels are checked at every start. A kernel with wrong answers is excluded, and the error is recorded.
 
-    budget: seconds that may be spent on measuring. If 0, nothing is measured; without a stored table a heuristic chooses, and the
-    log says so. ahead: context manager in which kernels are compiled in parallel; None compiles each at its first launch.
-    registry: registry of third-party kernels.
+    budget: seconds that may be spent on measuring. If 0, nothing is measured. Without a stored table a heuristic then chooses,
+    and the log says so. ahead: context manager in which kernels are compiled in parallel; None compiles each kernel at its first
+    launch. registry: registry of third-party kernels.
 
-    :raises BackendError: if the kernel that the user requested is wrong.
+    :raises BackendError: if the kernel that the user requested gives wrong answers.
     """
     for kind in kinds:
         if kind.third_party or kind.chooses:
@@ -113,11 +114,11 @@ class ExpertLayer(CountedLayer):
 
     @cached_property
     def wrong(self) -> dict[str, str]:
-        """Kernel -> description of the error in its answers, only for kernels that are wrong."""
+        """Kernel -> description of its error, only for kernels with wrong answers."""
         return {name: why for name, kernel in self.kind.kernels.items() if (why := self.fault(kernel))}
 
     def obey(self, seconds: float) -> None:
-        """Select kernels of this kind by measured times, if any. seconds: time that may be spent on measuring."""
+        """Select kernels of this kind by measured times, if any times exist. seconds: time that may be spent on measuring."""
         table, kind = find_table(self, seconds), self.kind
         if table is not None:
             for name, why in failures(table).items():
@@ -147,12 +148,12 @@ class ExpertLayer(CountedLayer):
         yield
 
     def run(self, kernel: ExpertsKernel, count: int) -> None:
-        """Run each layer once with a kernel, at a number of tokens."""
+        """Run each layer once with a kernel and `count` tokens."""
         for x in self.tokens(count):
             self.sample.add(kernel, self.sample.routed(x, kernel), x)
 
     def call(self, name: str, count: int) -> Callable[[], object]:
-        """Return a call that runs the layers as an engine does: a CUDA graph replay for few tokens."""
+        """Return a call that runs the layers as an engine does: by replaying a CUDA graph if there are few tokens."""
         run = partial(self.run, self.kind.kernels[name], count)
         if self.layers(count) == 1:
             return run
@@ -162,7 +163,8 @@ class ExpertLayer(CountedLayer):
             return partial(_raise, error)  # raised while timing, like errors of later calls
 
     def fault(self, kernel: ExpertsKernel) -> str:
-        """Return the error against torch's operations for one token and for a few tokens, or the exception. "" means correct."""
+        """Return a description of a kernel's error for one token and for a few tokens compared with torch's operations, or of the
+        exception. "" means correct."""
         taken = [count for count in TOKEN_COUNTS if kernel.runs(count)]
         few = max([count for count in taken if count <= _FEW] or taken[:1])
         third_party = kernel in self.kind.third_party
@@ -178,7 +180,7 @@ class ExpertLayer(CountedLayer):
         return "" if right else f"its answer is off by {error:.1e} with {count} tokens"
 
     def _is_invariant(self, kernel: ExpertsKernel) -> bool:
-        """Return whether the last token of a step has the same bits in a step of its own."""
+        """Return whether the output of a step's last token has the same bits if the token is computed in a separate step."""
         whole = self.sample.routed(self.tokens(TRIED[-1])[0], kernel)
         alone = dataclasses.replace(whole, x=whole.x[-1:], experts=whole.experts[-1:], weights=whole.weights[-1:])
         found = [torch.zeros_like(each.x) for each in (whole, alone)]
@@ -196,7 +198,7 @@ class ExpertLayer(CountedLayer):
 
     @cached_property
     def _linears(self) -> Any:
-        """The layer's weights in the form that `TorchExperts` needs."""
+        """The layer's weights in the format that `TorchExperts` needs."""
         assert self.sample.weights is not None
         return TorchExperts(self.kind.spec).prepare(self.sample.weights)
 

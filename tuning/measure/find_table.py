@@ -1,6 +1,6 @@
-"""Choice of a layer's table at a start: a stored table that fits, else a shipped table after a check, else a new measurement.
+"""Selection of a layer's table at a start: a stored table that fits, else a shipped table after a check, else a new measurement.
 
-All kinds of operations use this. A faulty or stale table never ends a start: the faulty line or the difference is logged.
+All kinds of operations use this module. A faulty or stale table never ends a start: the faulty line or the difference is logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from headway.tuning.table.schema import CRASHED, FAILED, HUNG, CountedRecord, Cr
 
 log = logging.getLogger("headway")
 _NEEDED_LEVEL = {"attention": 1, "state": 0}
-"""Kind of operation -> highest level of required grid points. A table that lacks one is completed at the next start."""
+"""Kind of operation -> highest level of required grid points. A table that lacks a required point is completed at the next
+start."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class TunedLayer(ABC):
 
     @cached_property
     def prior(self) -> Prior | None:
-        """The shipped table (prior) if it can be used here; the log says how the machine that measured it differs. None if there
-        is none.
+        """The shipped table (prior) if it can be used here, else None. The log lists the differences of the machine that measured
+        it.
 
-        Along a single axis, a few points do not show a kernel that wins between them; such a table must contain all kernels.
+        Along a single axis, a check of a few points does not reveal a kernel that wins between these points. Such a shipped table
+        is therefore used only if it contains all kernels.
         """
         try:
             prior = find_prior(self.device, self.record, self.owners)
@@ -76,16 +78,16 @@ class TunedLayer(ABC):
     ) -> CrossoverTable | None:
         """Measure points, then store and return the table; None if nothing could be measured.
 
-        old: the stored table that fits; it is returned if nothing can be measured. resume: True to complete `old`. prior: the
-        shipped table that the points check, so that only kernels that may win are measured. None measures all kernels.
+        old: stored table that fits; it is returned if nothing can be measured. resume: True to complete `old`. prior: shipped
+        table that the points check; only kernels that may win are then measured. None measures all kernels.
         """
 
     def missed(self, unknown: Collection[str]) -> list[str]:
-        """Return the kernels of `unknown` without which a shipped table must not be used unchecked."""
+        """Return the kernels of `unknown` whose absence from a shipped table means that the table must not be used unchecked."""
         return list(unknown)
 
     def repaired(self, table: CrossoverTable) -> list[str]:
-        """Return the kernels that failed in a table and whose plugin's files have changed since."""
+        """Return the kernels that failed when a table was measured and whose plugin files have changed since then."""
         return []
 
 
@@ -108,7 +110,8 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
 
 
 def first_points(layer: TunedLayer) -> Sequence[Point]:
-    """Return the points that a start measures first: none if a table is stored, the points that check a shipped table, or all."""
+    """Return the points that a start measures first: no points if a table is stored, the points that check a shipped table if one
+    can be used, else all points."""
     if layer.stored is not None:
         return ()
     return layer.wanted if layer.prior is None else check_points(layer.prior.table, layer.wanted, layer.kernels)
@@ -145,10 +148,10 @@ def misfits(
 
 
 def suffices(table: CrossoverTable, layer: TunedLayer) -> bool:
-    """Return whether later starts need no more measurements: the table has every required point, or on a CPU attention in each
-    phase.
+    """Return whether later starts need no more measurements. This is the case if the table is complete or has every required
+    point or, for attention on a CPU, at least one point of each phase.
 
-    On a CPU, only the first start measures attention, however few points it reached on a busy machine.
+    On a CPU, only the first start measures attention, even if it reaches few points on a busy machine.
     """
     measured = {cell.point for cell in table.cells}
     if layer.device.type == "cpu" and table.kind == "attention":
@@ -158,10 +161,10 @@ def suffices(table: CrossoverTable, layer: TunedLayer) -> bool:
 
 
 def log_excluded(layer: TunedLayer, table: CrossoverTable, stored: bool = False) -> None:
-    """Log which kernels that can run here are excluded from the choice.
+    """Log the kernels that can run here but are excluded from the choice.
 
-    stored: True if an earlier start measured the table. Kernels that failed are then logged at each start; kernels that do not
-    support the layer are logged only when the table is measured.
+    stored: True if an earlier start measured the table. Kernels that failed are then still logged at each start; kernels that do
+    not support the layer are logged only when the table is measured.
     """
     for record in table.kernels:
         failed = record.reason.startswith((CRASHED, HUNG, FAILED))
@@ -194,8 +197,8 @@ def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
 
 
 def _checked(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
-    """Measure a few points of a shipped table, adopt the times that agree with them, and measure the rest in the remaining
-    time."""
+    """Measure a few points of a shipped table, adopt the times that agree with these measurements, and measure the other points
+    in the remaining time."""
     wanted = layer.wanted
     asked = check_points(prior.table, wanted, layer.kernels)
     if not asked:

@@ -45,20 +45,20 @@ from headway.tuning.table.convert import CORE_PHASE
 from headway.tuning.table.schema import FAILED, LayerRecord, PhaseName, SpecRecord, StateSpecRecord
 
 _LARGE = 2**30
-"""Size in bytes above which a cache must be freed before the next one is allocated."""
+"""Size in bytes above which a cache must be freed before the next cache is allocated."""
 _CONTEXT = 1024
-"""Number of cached tokens of a sequence in decode. The size of a state does not depend on it."""
+"""Number of cached tokens per sequence in decode. The size of a state does not depend on this number."""
 _CHECKED = 16
-"""Number of tokens of the first and of the last sequence that are compared with float64 at every point."""
+"""Number of tokens, at the start of the first and of the last sequence, that are compared with float64 results at every point."""
 
 
 class PointInputs(ABC):
     """The inputs of a point for one layout and block size, with the float64 answer."""
 
     expected: Any
-    """Float64 answer, which is reused for this point with other layouts."""
+    """Float64 answer, which is reused when the same point is measured with other layouts."""
     large: bool
-    """True if the memory must be freed before the next inputs are made."""
+    """True if the memory of these inputs must be freed before the next inputs are created."""
 
     @abstractmethod
     def contender(self, name: str) -> tuple[Contender, bool]:
@@ -103,7 +103,8 @@ class MeasuredKind(ABC):
         """Return whether a kernel supports the layer in a phase, with a layout and block size."""
 
     def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
-        """Return the (layout, block size) that a kernel's time applies to. None means all: the kernel reads no cache."""
+        """Return the (layout, block size) that a kernel's time applies to. None means that the time applies to all pairs, because
+        the kernel reads no cache."""
         return pair
 
     @abstractmethod
@@ -112,13 +113,15 @@ class MeasuredKind(ABC):
 
     @abstractmethod
     def inputs(self, point: Point, pair: Pair, expected: Any) -> PointInputs:
-        """Return the inputs of a point. expected: the answer of the same point with another layout, None for the first."""
+        """Return the inputs of a point. expected: the answer of the same point with a different layout; None for the first
+        layout."""
 
     @abstractmethod
     def compile(
         self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
     ) -> None:
-        """Run the self-test and the points of kernels so that everything is compiled. Exceptions are left to the measurement.
+        """Run the self-test and the points of kernels so that all kernels are compiled. Exceptions are ignored here; the
+        measurement reports them.
 
         given_up: names of the kernels that are not measured, per phase.
         """
@@ -178,10 +181,10 @@ class MeasuredAttention(MeasuredKind):
     def compile(
         self, points: Sequence[Point], names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Collection[str]]
     ) -> None:
-        """Compile with a cache of one block that all sequences share.
+        """Compile the kernels with a cache of one block that all sequences share.
 
-        A backend whose launches are not suppressed while compiling ahead has nothing to compile, and is skipped after its first
-        launch.
+        While compiling ahead, launches are suppressed. A backend whose first launch is not suppressed has nothing to compile, and
+        is skipped afterwards.
         """
         selftest.launch(self.registry, names, self.spec, pairs)
         for pair in pairs:
@@ -199,7 +202,7 @@ class MeasuredAttention(MeasuredKind):
                     return
 
     def _launches_nothing(self, backend: AttentionBackend, point: Point, pair: Pair) -> bool:
-        """Plan and launch a point. Return whether the output is unchanged."""
+        """Plan and launch a point. Return whether the output is unchanged, which shows that the launches were suppressed."""
         case = empty_case(point.work(self.spec), pair[0], pair[1], self.seed, shared=True)
         out = case.q.new_full((*case.q.shape[:2], self.spec.v_head_dim), math.nan)
         if captures(backend, case):
@@ -331,7 +334,7 @@ class ExpectedRows(NamedTuple):
 
     case: StateCase
     rows: list[int]
-    """Indices of the first tokens of the first and of the last sequence."""
+    """Indices of the compared tokens, which are the first tokens of the first and of the last sequence."""
     answers: Tensor
 
     @classmethod
@@ -364,8 +367,8 @@ class StateInputs(PointInputs):
         self.guard = GuardedInputs(read, {}, dict)  # a write to a state that is only read shows in the answer
 
     def contender(self, name: str) -> tuple[Contender, bool]:
-        """Return a kernel prepared for these inputs; on a GPU, its decode step replays a CUDA graph if the backend can be
-        captured."""
+        """Return a kernel prepared for these inputs, and whether its call replays a CUDA graph. On a GPU, a decode step replays a
+        graph if the backend can be captured."""
         case, metadata, decodes = self.case, self.case.metadata, self._phase is Phase.DECODE
         backend = self._kind.backend(name, self._layout, self._phase)
         out = case.x.new_full((case.x.shape[0], case.spec.out_channels), torch.nan)
@@ -411,12 +414,12 @@ class SelfTestStep:
 
     @classmethod
     def of(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> SelfTestStep:
-        """Return a step with random inputs, in any layout."""
+        """Return a step with random inputs; any layout may be used."""
         case = make_state_case(_SELF_TEST[phase], spec, layout)
         return cls(case, answer(case))
 
     def error(self, backend: StateBackend, layout: StateLayout) -> float:
-        """Return the larger of the relative errors of the output and of the worst state; infinite if another slot changed."""
+        """Return the largest relative error among the output and the written states; infinity if any other slot changed."""
         case = relaid(self.case, layout)
         errors = [relative(run_states(backend, case), self.answer.out)]
         for slot, wanted in self.answer.written.items():
@@ -444,7 +447,7 @@ def relaid(case: StateCase, layout: StateLayout) -> StateCase:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Return ||got - want|| / ||want||, or infinity if it is not finite."""
+    """Return ||got - want|| / ||want||, or infinity if this ratio is not finite."""
     got, want = got.detach().cpu().double(), want.cpu()
     error = float((got - want).norm() / want.norm().clamp_min(1e-30))
     return error if math.isfinite(error) else math.inf

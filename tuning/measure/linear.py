@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     from headway.kernels.linear.linear import Linear
 
 _LAYERS, _FEW_LAYERS = 16, 2
-"""Number of layers in the timed CUDA graph: for up to `_DECODED` rows, where reading weights dominates, and for more rows."""
+"""Number of layers in the timed CUDA graph: `_LAYERS` for up to `_DECODED` rows, where reading weights dominates, and
+`_FEW_LAYERS` for more rows."""
 _DECODED = 128
 _COMPARED = 64
-"""Number of rows at the start, and at the end, that are compared."""
+"""Number of rows that are compared at the start of the answer and at its end."""
 _EXACT, _ROUNDED = 3e-2, 8e-2
 """Maximum error relative to the answer's norm, with 16-bit inputs and with FP8 inputs."""
 _SHARE = 0.4
-"""Fraction of the free memory that the repacked weights of one kind of layer may use: the KV cache and other kinds need the
-rest."""
+"""Fraction of the free memory that the repacked weights of one kind of layer may use. The KV cache and the other kinds of layers
+need the remaining memory."""
 log = logging.getLogger("headway")
 
 
@@ -50,11 +51,11 @@ def choose_linear_kernels(
     timer: InterleavedTimer = INTERLEAVED,
     registry: Registry | None = None,
 ) -> None:
-    """Select the GEMM kernels of each kind of linear layer by measured times: those stored for this device, or new measurements.
+    """Select the GEMM kernels of each kind of linear layer by measured times: times stored for this device, or new measurements.
 
-    budget: seconds that may be spent on measuring, without compiling. If 0, nothing is measured; without a stored table a
-    heuristic chooses, and the log says so. ahead: context manager in which kernels are compiled in parallel; None compiles each
-    at its first launch. registry: registry of third-party kernels.
+    budget: seconds that may be spent on measuring, without compiling. If 0, nothing is measured. Without a stored table a
+    heuristic then chooses, and the log says so. ahead: context manager in which kernels are compiled in parallel; None compiles
+    each kernel at its first launch. registry: registry of third-party kernels.
     """
     if not kinds:
         return
@@ -81,9 +82,9 @@ def choose_linear_kernels(
 
 
 def settle(sample: LinearLayer) -> None:
-    """Prepare all layers for the chosen kernels; exclude a kernel that lacks memory or gives a wrong answer.
+    """Prepare all layers for the chosen kernels; exclude a kernel for which memory is too small or whose answer is wrong.
 
-    Third-party kernels and libraries are checked at each start: they may have changed since the times were stored.
+    Third-party kernels and libraries are checked at each start, because they may have changed since the times were stored.
     """
     kind, fit = sample.kind, set[str]()
     while True:
@@ -106,7 +107,7 @@ def settle(sample: LinearLayer) -> None:
 
 
 def _is_tried(kind: LinearChoice, name: str) -> bool:
-    """Return whether a kernel is tried at each start."""
+    """Return whether a kernel is checked at each start."""
     return kind.is_third_party(name) or getattr(kind.kernels[name], "library", False)
 
 
@@ -116,9 +117,9 @@ def _copies(kind: LinearChoice, name: str) -> bool:
 
 
 def _unfit(sample: LinearLayer, name: str, rows: int) -> str | None:
-    """Prepare a kernel's layers. Return why it cannot be used, with the prepared layers released, or None if it can.
+    """Prepare a kernel's layers. Return None if the kernel can be used; else release the prepared layers and return the reason.
 
-    :raises BackendError: if the user requested the kernel.
+    :raises BackendError: if the user requested the kernel and it cannot be used.
     """
     kind = sample.kind
     kernel, layers = kind.kernels[name], kind.layers
@@ -155,7 +156,7 @@ def _room(device: torch.device) -> float:
 class LinearLayer(CountedLayer):
     """A kind of linear layer, measured at several numbers of rows.
 
-    Random rows pass through the model's own layers in turn, so that weights are read from memory as in a step.
+    Random rows pass through the model's own layers one after another, so that weights are read from memory as in a step.
     """
 
     kind: LinearChoice
@@ -164,7 +165,7 @@ class LinearLayer(CountedLayer):
     _answers: dict[int, Tensor] = field(default_factory=dict)
 
     def obey(self, seconds: float) -> None:
-        """Select kernels of this kind by measured times, if any. seconds: time that may be spent on measuring."""
+        """Select kernels of this kind by measured times, if any times exist. seconds: time that may be spent on measuring."""
         table = find_table(self, seconds)
         if table is not None:
             self.kind.use_times(self.times(table, ROWS))
@@ -203,7 +204,8 @@ class LinearLayer(CountedLayer):
             torch.cuda.empty_cache()  # frees graphs and large answers
 
     def compile(self, counts: Collection[int]) -> None:
-        """Launch the kernels for some numbers of rows to compile them. Must be called while launches are suppressed."""
+        """Launch the kernels with each of the given numbers of rows, so that they are compiled. Must be called while launches are
+        suppressed."""
         for rows in counts:
             for name in self.kind.able(rows):
                 if _copies(self.kind, name):  # compiled at its first launch
@@ -212,7 +214,7 @@ class LinearLayer(CountedLayer):
                     self.kind.compute(name, self.x(rows), self.kind.layers[0])
 
     def call(self, name: str, count: int) -> Callable[[], object]:
-        """Return a call that runs the layers; on a GPU a CUDA graph replay, as in an engine, so that host time is not
+        """Return a call that runs the layers. On a GPU, the call replays a CUDA graph, as in an engine, so that host time is not
         measured."""
         x, layers = self.x(count), self.sampled(count)
 
@@ -223,7 +225,7 @@ class LinearLayer(CountedLayer):
         return captured(all_layers).replay if self.on.type == "cuda" else all_layers
 
     def x(self, rows: int) -> Tensor:
-        """Return random rows [rows, in_features]. Only the rows for the last count are cached."""
+        """Return random rows [rows, in_features]. Only the result for the most recent number of rows is cached."""
         if rows not in self._drawn:
             layer = self.kind.layers[0]
             self._drawn.clear()

@@ -39,7 +39,8 @@ def new_cell(point: Point, name: str, pair: Pair | None, status: str, **found: A
 
 
 def wrong_answer(point: Point, name: str, pair: Pair | None, error: float, contender: Contender, when: str = "") -> Cell:
-    """Return the cell of a kernel whose relative error exceeds its tolerance. when: text that names the run, if not the first."""
+    """Return the cell of a kernel whose relative error exceeds its tolerance. when: text that names the run with the wrong
+    answer, if it was not the first."""
     found = incorrect(error, contender, when)
     measured = {"relative_error": found.relative_error, "tolerance": found.tolerance, "variant": found.kernel}
     return new_cell(point, name, pair, "incorrect", reason=found.reason, **measured)
@@ -56,8 +57,8 @@ def failure(point: Point, name: str, pair: Pair | None, error: Exception) -> Cel
 CLEAR_LOSS = 4.0
 """Ratio to the fastest time. A kernel above this ratio in its first runs is not timed further if that would take long."""
 _MUCH_SLOWER = 8.0
-"""Ratio to the fastest time. A kernel above this ratio with one layout, or that runs out of memory, is not tried with the
-other layouts at this point."""
+"""Ratio to the fastest time. A kernel that is above this ratio or runs out of memory with one layout is not tried with the other
+layouts at this point."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Bench:
     measured: MeasuredKind
     timer: InterleavedTimer
     budget: Budget = field(default_factory=Budget)
-    """Time budget, whose `compiling` counts the time spent on compiling."""
+    """Time budget. Its attribute `compiling` counts the time spent on compiling."""
     report: Callable[[str, str], None] = lambda names, point: None
     """Function called with the names of the kernels that are about to run, and the point."""
 
@@ -92,9 +93,9 @@ class _Runner:
 def measure_point(
     point: Point, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], dropped: Mapping[str, str]
 ) -> list[Cell]:
-    """Return the cells of a point, with ties marked. Exceptions of kernels become cells.
+    """Return the cells of a point, with ties marked. Exceptions of kernels are recorded as cells.
 
-    dropped: kernel that is not measured in this phase -> reason, for the kernel's cell.
+    dropped: kernel that is not measured in this phase -> reason, which is stored in the kernel's cell.
     """
     cells = [new_cell(point, name, None, "dropped", reason=dropped[name]) for name in names if name in dropped]
     measured, phase = bench.measured, CORE_PHASE[point.phase]
@@ -231,8 +232,8 @@ def _blamed(point: Point, name: str, place: Pair | None, error: Exception, input
 
 
 def _time_host(runner: _Runner, bench: Bench) -> None:
-    """Measure the host time of plan and launches, and keep the minimum. Called before and after the device rounds: other work on
-    the host can only add time, and may last longer than all runs of one call."""
+    """Measure the host time of plan and launches, and store the minimum of all measurements. Called before and after the device
+    rounds: other work on the host can only add time, and may last longer than all runs of one call."""
     device = bench.device
     calls = {"plan_us": runner.contender.plan, "host_us": None if runner.graph or device.type == "cpu" else runner.contender.call}
     for what, call in calls.items():

@@ -24,7 +24,7 @@ class Axes:
     query_lens: tuple[int, ...]
     batches: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    """Values of kv_len. () in prefill, where kv_len equals query_len."""
+    """Values of kv_len; empty in prefill, where kv_len equals query_len."""
     max_query_tokens: int
     """Maximum batch * query_len."""
     max_kv_tokens: int
@@ -45,10 +45,13 @@ GRIDS: dict[str, dict[PhaseName, Axes]] = {
         "verify": Axes((4,), (1, 8), (64, 512), 64, 2**12),
     },
 }
-"""Device type -> grid. Neighbours differ by a factor of about 4; times between them are interpolated on a logarithmic scale.
+"""Device type -> grid. Neighbouring values differ by a factor of about 4; times between them are interpolated on a logarithmic
+scale.
 
-A GPU's grid is denser. Batches: times rise in steps (without split-KV, 32 sequences take as long as 16 if both fit on the SMs).
-Prompts near 2,048 tokens: launch time stops dominating. Extend: kernels with and without split-KV cross more than once."""
+A GPU's grid is denser for three reasons. Batches: times rise in steps (without split-KV, 32 sequences take as long as 16 if both
+batches fit on the SMs). Prompts: near 2,048 tokens, launch time stops dominating. Extend: kernels with and without split-KV cross
+more than once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,9 @@ class Point:
     query_len: int
     kv_len: int
     level: int = 0
-    """Level in the grid: 0 for a corner; higher levels are finer."""
+    """Level in the grid. Level 0 holds the corners; higher levels are finer."""
     mixed: str = ""
-    """The case text if sequences differ in length; the numbers of this point are then means."""
+    """Case text, set only if the sequences differ in length; the numbers of this point are then means."""
 
     @property
     def case(self) -> str:
@@ -81,11 +84,11 @@ class Point:
 
     @property
     def shape(self) -> Shape:
-        """The shape for looking up costs."""
+        """The shape with which costs are looked up."""
         return Shape(CORE_PHASE[self.phase], self.batch, self.query_len, self.kv_len)
 
     def work(self, spec: AttentionSpec) -> AttentionWork:
-        """Return the step that this point measures."""
+        """Return the attention step that is measured at this point."""
         geometry = Geometry.of(spec)
         return make_work("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
 
@@ -101,11 +104,11 @@ def grid(
     batches: Sequence[int] | None = None,
     lens: Sequence[int] | None = None,
 ) -> list[Point]:
-    """Return the usual points of a device, most important first: corners, then middles, then the rest. In each level, decode is
-    first.
+    """Return the default points of a device, most important first: corners, then middles, then the remaining points. In each
+    level, decode comes first.
 
-    batches, lens: batch sizes and lengths to use instead (kv_len; in prefill query_len). Duplicates are removed: a table holds
-    each cell once.
+    batches, lens: batch sizes and lengths that replace the defaults (`lens` are kv_len or, in prefill, query_len). Duplicates are
+    removed, because a table holds each cell once.
     """
     ranked: list[tuple[int, int, int, Point]] = []
     for number, phase in enumerate(phase for phase in PHASES if phase in phases):
@@ -142,10 +145,11 @@ def _level(index: int, count: int) -> int:
 
 
 def held_out(device_type: str, count: int, seed: int, known: Collection[str]) -> list[Point]:
-    """Return random points within the range of the grid but not on it. Half of them are decode, the rest are shared by the other
-    phases.
+    """Return random points within the range of the grid but not on it. Half of the points are decode; the other half is divided
+    among the other phases.
 
-    known: cases that were already measured. Batch sizes and lengths are drawn uniformly on a logarithmic scale.
+    known: cases that were already measured and must not be returned. Batch sizes and lengths are drawn uniformly on a logarithmic
+    scale.
     """
     draw = random.Random(seed)
     phases: list[PhaseName] = ["decode", "prefill", "decode", "extend", "decode", "verify"]
@@ -172,12 +176,12 @@ def _text(length: int) -> str:
 
 
 ROUNDS = 2
-"""Number of times that an interval is halved in which the fastest backend changes."""
+"""Maximum number of times that an interval is halved if the fastest backend changes in it."""
 _NEAREST = 1.5
 """Factor between neighbours below which the interval is not refined, since interpolation is accurate enough."""
 _LEAST_LOSS = 0.03
-"""Minimum relative loss of either winner at the other's point. Below it, the two are nearly tied, which is not worth a
-point."""
+"""Minimum relative loss of either winner at the other winner's point. Below it, the two backends are nearly tied, and a point
+between them is not worth measuring."""
 
 _LEVEL = 3
 """Level of the added midpoints, which comes after all levels of a grid."""
@@ -278,8 +282,9 @@ _STATE_GRIDS: dict[str, Sequence[Point]] = {
         *state_points("scan", (1, 64, 0), (1, 512, 0), (8, 64, 1), (1, 2048, 2), (64, 32, 2)),
     ],
 }
-"""Device type -> grid. A state is read and written completely, whatever the context: the cost of a step depends on the number of
-sequences, that of a scan on the number of tokens and how many are sequential. Draft tokens are timed in steps of four tokens."""
+"""Device type -> grid. A state is read and written completely, whatever the length of the context. The cost of a step therefore
+depends on the number of sequences; the cost of a scan depends on the number of tokens and on how many of them are processed
+sequentially. Draft tokens are timed in steps of four tokens."""
 
 
 def state_grid(device_type: str) -> list[Point]:

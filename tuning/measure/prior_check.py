@@ -1,11 +1,12 @@
-"""Check of a shipped table (prior) at a few points measured here.
+"""Check of a shipped table (prior) at a few points measured on this machine.
 
-Where the points agree, the prior's times are adopted, scaled. If a backend is somewhat slower or faster than expected there, its
-times nearby are corrected by that factor. If it is far off, the prior is not used nearby.
+If a checked point agrees with the prior, the prior's times near this point are adopted, scaled. If a backend is somewhat slower
+or faster than expected at the point, its times nearby are corrected by that factor. If a backend is far off, the prior is not
+used near the point.
 
-In each phase, the first points are those where a backend wins by most, because a mistake costs most there; then come points far
-from those. Each point of the prior follows the nearest checked point. Only candidates are measured: backends that come near the
-fastest somewhere in the phase, with the smallest block size that is not clearly slower.
+In each phase, the first checked points are those with the largest leads of a backend, because a mistake costs most at these
+points. The next checked points are far from the first. Each point of the prior follows the nearest checked point. Only candidates
+are measured: backends that come near the fastest somewhere in the phase, with the smallest block size that is not clearly slower.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, PhaseName
 _MOST_POINTS = 4
 """Maximum number of points to check in each phase."""
 _LARGE = 0.25
-"""Maximum cache size of a checked point, as a fraction of the phase's largest. Larger points take long and show nothing new."""
+"""Maximum cache size of a checked point, as a fraction of the largest cache size in the phase. Larger points take long and give
+no new information."""
 _LOSS, _DRIFT = 0.05, 0.15
-"""Maximum relative loss of the prior's choice at a checked point, and maximum relative error of a backend's time, before a
-correction."""
+"""Maximum relative loss of the prior's choice at a checked point, and maximum relative error of a backend's time, for which no
+correction is made."""
 _WRONG = 1.5
-"""Maximum factor by which a backend's time relative to the prior's choice may be off and still be corrected. Beyond it, the prior
-is wrong."""
+"""Maximum factor by which a backend's time, relative to the prior's choice, may be off and still be corrected. Beyond this
+factor, the prior is considered wrong."""
 _NOWHERE_NEAR = 1.5
 """Ratio to the fastest time. A backend above this ratio at every point of a phase is not measured in a check."""
 _NOISES = 2.0
@@ -61,7 +63,7 @@ def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collecti
 
 @dataclass(frozen=True)
 class Extent:
-    """Extent of a check: what is measured at the points that check a prior."""
+    """Extent of a check: the candidates that are measured at the points that check a prior."""
 
     layouts: Sequence[str]
     block_sizes: Sequence[int | None]
@@ -70,7 +72,7 @@ class Extent:
 
     @classmethod
     def of(cls, prior: CrossoverTable, pairs: Sequence[Pair], names: Collection[str]) -> Extent:
-        """Return the candidates that may win according to a prior, plus those that the prior does not contain.
+        """Return the candidates that may win according to a prior, plus the candidates that the prior does not contain.
 
         pairs: all layouts and block sizes. names: names of the backends that can run here.
         """
@@ -93,7 +95,8 @@ class Extent:
 
 
 def _choose(times: Mapping[Point, Times]) -> list[Point]:
-    """Return the points of one phase to check: first each winner's largest lead, then the points farthest from these."""
+    """Return the points of one phase to check: first the point of each winner's largest lead, then the points farthest from these
+    points."""
     wins: dict[str, tuple[float, Point]] = {}
     for point, places in times.items():
         for rivals in places.values():
@@ -109,7 +112,7 @@ def _choose(times: Mapping[Point, Times]) -> list[Point]:
 
 
 def _choose_on_axis(times: Mapping[Point, Times]) -> list[Point]:
-    """Return the ends of an axis, and the first points at which the fastest kernel changes."""
+    """Return the first and the last point of an axis, and the first points at which the fastest kernel changes."""
     timed = sorted(times, key=lambda point: point.batch)
     fastest = {point: min(rivals, key=rivals.__getitem__) for point in timed for rivals in times[point].values()}
     changes = [point for before, point in pairwise(timed) if fastest[before] != fastest[point]]
@@ -122,15 +125,15 @@ def _place(point: Point) -> Coordinates:
 
 
 def _far(a: Coordinates, b: Coordinates) -> float:
-    """Return the distance of two points in octaves (factors of 2)."""
+    """Return the distance between two points in octaves (factors of 2), summed over the coordinates."""
     return sum(abs(math.log2(one / other)) for one, other in zip(a, b, strict=True))
 
 
 def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Sequence[Point]) -> CrossoverTable:
-    """Return the table of the points measured here, plus the prior's times near points where it is not wrong: scaled, corrected
-    and marked.
+    """Return the table of the points measured here, plus the prior's times near points at which the prior is not wrong. The
+    prior's times are scaled, corrected and marked.
 
-    here: the table of the measured points. asked: result of `check_points`; a point that was not reached counts as a
+    here: table of the points measured here. asked: result of `check_points`; a point that was not reached counts as a
     disagreement. wanted: grid points that a complete table must have.
     """
     names = [record.name for record in here.kernels if record.usable]
@@ -168,8 +171,8 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
 
 
 def _as_replay(cell: Cell) -> Cell:
-    """Return a verify cell as a graph replay if engines replay it: tables before 2026-11-27 launched it, and only its device time
-    is kept."""
+    """Return a verify cell as a graph replay if engines replay such a step. Tables before 2026-11-27 timed verification without a
+    graph, so only the device time of such a cell is used."""
     if cell.graph or cell.phase != "verify" or not is_captured(cell.batch, cell.query_len):
         return cell
     return cell.model_copy(update={"graph": True, "host_us": None})
@@ -180,12 +183,12 @@ class _Scales:
     """Scale factors of a prior's times: one per phase for device times, one for all host times."""
 
     device: Mapping[PhaseName, float]
-    """Phase -> scale factor of device times. A phase without an entry has no times in common."""
+    """Phase -> scale factor of device times. A phase is missing if the two tables have no times in common in it."""
     host: float
 
     @classmethod
     def of(cls, there: Sequence[Cell], here: Sequence[Cell]) -> _Scales:
-        """Return the median ratios of times, over the cells that both tables have."""
+        """Return the median ratios of times, measured here to prior, over the cells that both tables have."""
         before = {cell.key: cell for cell in there}
         pairs = [(before[cell.key], cell) for cell in here if cell.key in before]
         both = [(old, new) for old, new in pairs if old.median_us and new.median_us]
@@ -201,7 +204,8 @@ class _Scales:
 
 
 def _settled(cells: Sequence[Cell], expected: Mapping[tuple[object, ...], Cell]) -> list[Cell]:
-    """Replace host times by the expected ones unless they are far off: host times vary by more than the lead of a backend."""
+    """Replace host times by the expected host times unless they are far off, because host times vary by more than the lead of a
+    backend."""
     found = []
     for cell in cells:
         us, now = expected[cell.key].host_us if cell.key in expected else None, cell.host_us
@@ -236,7 +240,8 @@ class _Check:
 
     @cached_property
     def winners(self) -> dict[PhaseName, set[str]]:
-        """Backends that win somewhere in a phase according to the prior; they are compared with each other at every point."""
+        """Phase -> backends that win somewhere in the phase according to the prior. These backends are compared with each other
+        at every point."""
         found: dict[PhaseName, set[str]] = {}
         for rivals in self.there.values():
             times = rival_times(rivals).values()
@@ -281,8 +286,8 @@ class _Check:
         return ""
 
     def factors(self, key: PointKey) -> dict[str, float]:
-        """Return backend -> measured time / prior's time at a point: for backends that are clearly off, or for all if the prior's
-        choice loses."""
+        """Return backend -> measured time / prior's time at a point. The result contains all backends if the prior's choice loses
+        at the point, else only backends that are clearly off."""
         expected, found = rival_times(self.there[key]), rival_times(self.here[key])
         logs: dict[str, list[float]] = {}
         loses = False
@@ -298,8 +303,8 @@ class _Check:
 
 
 def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[PointKey, Mapping[str, float]]) -> list[Cell]:
-    """Return the cells whose nearest checked point in their phase has factors, with each backend's times multiplied by its
-    factor."""
+    """Return the cells whose nearest checked point of the same phase is in `factors`. Each backend's times are multiplied by the
+    backend's factor at that point."""
     taken = []
     for key, rivals in points(cells).items():
         near = [point for point in asked if point.phase == key[0]]
@@ -342,7 +347,7 @@ def _at_best(cells: Sequence[Cell]) -> dict[tuple[PhaseName, str], float]:
 
 
 def _left_out(cell: Cell, missing_there: Mapping[tuple[PhaseName, str], float]) -> list[Cell]:
-    """Return cells for backends that the prior does not contain, at a point adopted from the prior. cell: any cell of the
+    """Return cells that mark backends missing in the prior as dropped, at a point adopted from the prior. cell: any cell of the
     point."""
     place: dict[str, Any] = {name: getattr(cell, name) for name in ("phase", "case", "batch", "query_len", "kv_len", "between")}
     return [

@@ -33,8 +33,8 @@ from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, Phas
 BLOCK_SIZES = (16, 256)
 """Default block sizes. Every built-in backend supports one of them. Sizes in between cost about as much as the larger one."""
 _FIRST = 1
-"""Highest grid level whose kernels are compiled ahead if time is limited. Later points compile kernels when they need
-them."""
+"""Highest grid level whose kernels are compiled ahead if time is limited. Kernels for later points are compiled when they are
+first needed."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class CrossoverOptions:
     grid: Sequence[Point] | None = None
     """Points to measure. None means the usual points of the device."""
     refine: int = ROUNDS
-    """Rounds of points added after the grid, within the budget, where the fastest backend changes between neighbours."""
+    """Number of rounds that add points after the grid, within the budget, between neighbours with different fastest backends."""
     timer: InterleavedTimer = field(default_factory=InterleavedTimer)
     budget: float | None = None
-    """Seconds for measuring; compiling adds at most twice this. None means no limit."""
+    """Seconds for measuring; compiling adds at most twice this time. None means no limit."""
     graph_len: int = GRAPH_LEN
     seed: int = 0
     output: Path | None = None
@@ -77,10 +77,11 @@ def run_kernel_level(
     console: Console | None = None,
     report: Callable[[str, str], None] = lambda names, point: None,
 ) -> CrossoverTable:
-    """Measure the grid. Faults of a backend are recorded in the table, not raised; Ctrl-C ends the run and returns its results.
+    """Measure the grid. Faults of a backend are recorded in the table and not raised; Ctrl-C ends the run and returns its
+    results.
 
-    console: console for a progress bar; None shows none. report: called with the names of the backends that are about to run, and
-    the point.
+    console: console that shows a progress bar; None shows no progress bar. report: function called with the names of the backends
+    that are about to run, and the point.
 
     :raises HeadwayError: if backends or layouts are unknown, if no backend can run, or if the table cannot be resumed.
     """
@@ -151,9 +152,10 @@ class _Search:
         self._tried = set[PhaseName]()
 
     def measure(self, todo: Sequence[Point], cells: list[Cell]) -> Iterator[tuple[Point, list[Cell]]]:
-        """Measure the points of `todo` that `cells` lacks, until the time is up; the first search measures at least one.
+        """Measure the points of `todo` that `cells` lacks until the time is used up; the first search measures at least one
+        point.
 
-        cells: cells of the table so far. The caller must append the cells that it receives.
+        cells: cells of the table so far. The caller must append the yielded cells to this list.
         """
         bench = self._bench
         done = {cell.point for cell in cells}
@@ -192,8 +194,8 @@ def _begin(
 
 
 def _examined(bench: Bench, name: str, pairs: Sequence[Pair], excluded: str) -> KernelRecord:
-    """Return a kernel's record: whether it is available, supports the layer and passes its self-test. excluded: reason not to
-    call it."""
+    """Return a kernel's record: whether the kernel is available, supports the layer and passes its self-test. excluded: reason
+    why the kernel must not be called, or ""."""
     measured = bench.measured
     if excluded:
         return record_of(measured.registry, name, True, excluded, measured.kind)
@@ -244,16 +246,17 @@ def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptio
 # After each level of the grid (corners, middles, the rest), half of the layouts and block sizes stay, and in each phase half of
 # the backends, plus those that came near the fastest anywhere. After Jamieson and Talwalkar (2016), with times instead of losses.
 _UNDECIDED = 1.15
-"""Ratio of mean times to the fastest, below which the corners of a grid do not decide between layouts and block sizes. All of
-these stay: noise in these few points must not decide what `auto` chooses."""
+"""Ratio of the mean time to the fastest mean time, below which the corners of a grid do not decide between layouts and block
+sizes. All pairs below this ratio stay, because noise in these few points must not decide what `auto` chooses."""
 NEAR = 1.15
 """Ratio to the fastest time. A backend that is within this ratio at one point may win at another."""
 
 
 def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the better half of the layouts and block sizes, by geometric mean of their fastest times, plus the undecided ones.
+    """Return the better half of the layouts and block sizes, by geometric mean of their fastest times, plus the pairs that are
+    too close to decide.
 
-    The order is preserved, smallest blocks first. A pair that no backend supports at some point is dropped.
+    The order is preserved, smallest blocks first. A pair is dropped if no backend supports it at some point.
     """
     measured = points(cells)
 

@@ -1,6 +1,7 @@
-"""Self-test of a backend: a few small attention steps, compared with float64, before it is timed, chosen or used by name.
+"""Self-test of a backend: a few small attention steps are compared with float64 results before the backend is timed, chosen or
+used by name.
 
-If a third-party backend passes for a layer, this is stored with the digest of its plugin, and the test is not repeated.
+If a third-party backend passes for a layer, the pass is stored with the digest of its plugin, and the test is not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from headway.tuning.table.schema import FAILED, KernelRecord
 
 
 class SelfTestSteps(NamedTuple):
-    """Steps of one backend instance with equal lengths, each with different, shuffled blocks."""
+    """Steps of one backend instance. All steps have equal lengths; each step has different, shuffled blocks."""
 
     case: str
     """The sequences, in the grammar of `cases.parse_case`."""
@@ -82,9 +83,9 @@ def plugin_digest(registry: Registry, name: str, kind: OperationKind = ATTENTION
 def check_named(registry: Registry, names: Iterable[str], specs: Iterable[AttentionSpec]) -> None:
     """Run the self-test of third-party backends among `names`, for each distinct layer.
 
-    $HEADWAY_SKIP_SELF_TEST=1 skips it.
+    $HEADWAY_SKIP_SELF_TEST=1 skips the self-test.
 
-    :raises ConfigError: if an answer is wrong; the error has the step, the numbers and advice.
+    :raises ConfigError: if an answer is wrong; the message contains the step, the numbers and advice.
     """
     if os.environ.get(SKIP) == "1":
         return
@@ -105,9 +106,9 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
 
 
 def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], retry: bool = False) -> str:
-    """Return why a backend must not be used for a layer on this machine, or "" if it passes.
+    """Return the reason why a backend must not be used for a layer on this machine, or "" if the backend passes.
 
-    Built-ins and plugin objects are tested at every call. retry: repeat the test even if a pass is stored.
+    Built-ins and plugin objects are tested at every call. retry: True to repeat the test even if a pass is stored.
     """
     passed = _passed_file(registry, name, spec, pairs)
     if not retry and passed is not None and os.path.exists(passed):  # False if the folder cannot be read
@@ -123,7 +124,8 @@ def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequenc
 
 
 def _passed_file(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> Path | None:
-    """Return the file that records the pass of a version of a third-party backend, or None if the backend has no version."""
+    """Return the file that records that this version of a third-party backend has passed, or None if the backend has no
+    version."""
     owner = registry.backends[name].owner
     version = registry.digest_of(name) or owner.partition(" ")[2]  # the name and version of a distribution
     if owner == BUILTIN_OWNER or not version:
@@ -203,7 +205,7 @@ def describe_error(raised: BaseException) -> str:
 
 
 def owners(registry: Registry, kind: OperationKind = ATTENTION) -> dict[str, tuple[str, ...]]:
-    """Return backend -> its owner and the installed version of that distribution, "" if it has no version."""
+    """Return backend -> (owner, installed version of the owner's distribution). The version is "" if it is unknown."""
     return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.of(kind).entries.items()}
 
 

@@ -1,6 +1,7 @@
-"""Timing of calls: median and spread on the device, and host time.
+"""Timing of calls: median and spread of the device time, and host time.
 
-On a GPU, `Timer` uses Triton's `do_bench`: CUDA events, with the L2 cache flushed before every run. On a CPU, a host clock.
+On a GPU, `Timer` uses Triton's `do_bench`: CUDA events, with the L2 cache flushed before every run. On a CPU, it uses a host
+clock.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def host_us(
 ) -> float:
     """Return the median time until `call` returns to the host, in microseconds, with the device idle before each run.
 
-    There are twenty runs after a warm-up, fewer (at least three) for a long call. A call longer than `seconds` is timed once. On
-    a CPU the time includes the work itself, because calls are synchronous.
+    There are twenty runs after a warm-up; a long call has fewer runs, but at least three. A call longer than `seconds` is timed
+    once. On a CPU the time includes the work itself, because calls are synchronous.
     """
     began = clock()
     call()
@@ -92,24 +93,24 @@ def host_us(
 
 @dataclass(frozen=True, slots=True)
 class InterleavedTimer:
-    """Timer for several calls in alternating rounds, so that a change on the machine affects all of them equally.
+    """Timer for several calls in alternating rounds, so that a change on the machine affects all calls equally.
 
-    If the rounds of a call disagree, other work on the machine disturbed one of them. Such work only adds time. All calls then
+    If the rounds of a call disagree, other work on the machine, which can only add time, has disturbed a round. All calls then
     run more rounds, at most twice as many, and the fastest rounds of each call count.
     """
 
     rounds: int = 3
     round_ms: float = 5.0
-    """Milliseconds per call and round, after a warm-up run."""
+    """Milliseconds for each round of a call, after a warm-up run."""
     min_runs: int = 3
-    """Minimum number of runs per call and round."""
+    """Minimum number of runs in each round of a call."""
     max_runs: int = 60
-    """Maximum number of runs per call and round: on a GPU, the flush before each run takes longer than a short call."""
+    """Maximum number of runs in each round of a call. On a GPU, the flush before each run takes longer than a short call."""
     host_seconds: float = 0.05
     """Seconds for each measurement of host time."""
     long_ms: float = 50.0
-    """A clearly slower call is not timed if timing it would take longer than this. For shorter calls little is saved, and a few
-    runs are misleading on a busy host."""
+    """Maximum milliseconds for timing a clearly slower call; a call that would take longer to time is skipped. Skipping a shorter
+    call would save little time, and judging it by a few runs is misleading on a busy host."""
     clock: Clock = time.perf_counter
     """Clock in seconds, for calls on a CPU and for the host time of launches on a GPU."""
 
@@ -119,12 +120,12 @@ class InterleavedTimer:
         device: torch.device,
         check: Callable[[], object] = lambda: None,
     ) -> list[Timing | Exception]:
-        """Return median, 20th and 80th percentile of each call; on a GPU only the device time, with the L2 cache flushed before
-        every run.
+        """Return median, 20th and 80th percentile of the time of each call. On a GPU, only device time is measured, with the L2
+        cache flushed before every run.
 
-        After an exception a call is not run again, and the exception is its result; the other calls continue.
+        A call that raises an exception is not run again, and the exception is its result; the other calls continue.
 
-        check: called after each round of a call; an exception in it counts as an exception of the call.
+        check: function called after each round of a call; an exception in `check` counts as an exception of the call.
         """
         run = self._run_times(device)
         rounds: list[list[list[float]]] = [[] for _ in calls]
@@ -146,7 +147,7 @@ class InterleavedTimer:
         return [failed.get(number) or _summary(counting[number]) for number in range(len(calls))]
 
     def _counting(self, rounds: Sequence[list[list[float]]], failed: Collection[int]) -> dict[int, list[list[float]]]:
-        """Return index of a call that has not failed -> the rounds that count."""
+        """Return index -> the rounds that count, for each call that has not failed."""
         return {number: sorted(found, key=median)[: self.rounds] for number, found in enumerate(rounds) if number not in failed}
 
     def _runs(self, us: float) -> int:
@@ -234,21 +235,24 @@ def _time_on_cpu(call: Callable[[], object], warmup_ms: float, rep_ms: float) ->
 
 
 MOST_COMPILING = 2.0
-"""Maximum compile time that is not counted, as a multiple of the budget: a start takes at most three times its budget."""
+"""Maximum compile time that does not count against the budget, as a multiple of the budget. A start thus takes at most three
+times its budget."""
 
 
 class Budget:
-    """Time budget for measuring. Compile time does not count; otherwise the first start would leave points to the second."""
+    """Time budget for measuring. Compile time does not count; otherwise the first start would leave points to the second
+    start."""
 
     def __init__(self, seconds: float | None = None) -> None:
         """seconds: the limit; None means no limit."""
         self._seconds = seconds
         self._started = time.perf_counter()
         self.compiling = 0.0
-        """Extra seconds that first calls took, compared with later calls. The code that makes such a call adds to it."""
+        """Extra seconds that first calls took, compared with later calls. The code that makes a first call adds its extra time
+        here."""
 
     def begin(self) -> None:
-        """Start counting. The time so far counts as compiling, with its limit of `MOST_COMPILING` times the budget."""
+        """Start counting. The time since the budget was created counts as compiling, up to `MOST_COMPILING` times the budget."""
         self.compiling += time.perf_counter() - self._started
 
     @property
@@ -264,22 +268,22 @@ class Budget:
 
 
 class SharedBudget:
-    """Measuring time of a start, shared by all measurements of the start."""
+    """Measuring time of a start, divided among all measurements of the start."""
 
     def __init__(self, seconds: float, parts: int = 0, clock: Clock = time.perf_counter) -> None:
-        """parts: number of parts that may still take a share."""
+        """parts: number of measurements that will each take a part of the time."""
         self._left = seconds
         self._parts = parts
         self._clock = clock
 
     def expect(self, parts: int) -> None:
-        """Add parts that will take a share."""
+        """Increase the number of measurements that will each take a part of the time."""
         self._parts += parts
 
     @contextmanager
     def part(self) -> Iterator[float]:
-        """Yield the seconds of the next part: an equal share of the remaining time. Unused time goes to the other parts; time
-        beyond the share, such as for compiling, is not taken from them."""
+        """Yield the seconds of the next part: an equal fraction of the remaining time. Unused time goes to the other parts. Time
+        beyond the part, for example for compiling, is not taken from the other parts."""
         share = self._left / max(self._parts, 1)
         began = self._clock()
         try:

@@ -1,7 +1,8 @@
 """Workloads of `headway bench kernel`: default cases, the step of each case, and its filled cache.
 
-The cache is filled through its logical view, one sequence at a time, on the device and from a seed. Every layout, block size and
-library thus gets the same values, without a host copy of a large cache. Only the reference writer must be correct for a check.
+The cache is filled on the device through its logical view, one sequence at a time, with random values from a seed. Every layout,
+block size and library thus gets the same values, without a host copy of a large cache. For a check to be valid, only the
+reference writer must be correct.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VERIFY_QUERY_LEN = 8
 """Maximum number of query tokens of a sequence in decode (speculative verification)."""
 
 PhaseName = Literal["decode", "prefill", "write"]
-"""What is measured: decode (including verification), prefill with or without a context, or only the cache writer."""
+"""Measured operation: decode (including verification), prefill with or without a context, or only the cache writer."""
 
 DEFAULT_CASES: dict[str, dict[PhaseName, tuple[str, ...]]] = {
     "cuda": {
@@ -56,10 +57,10 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     v_head_dim: int = 0
-    """Dimension of a value head if it is not head_dim, else 0. With a single KV head, a smaller value is a part of the key, as in
-    absorbed latent attention (MLA)."""
+    """Dimension of a value head if it differs from head_dim, else 0. With a single KV head, a cache and a smaller value
+    dimension, the value is a part of the key, as in absorbed latent attention (MLA)."""
     dense: bool = False
-    """True without a cache, as in non-absorbed latent attention (MLA prefill)."""
+    """True for attention without a cache, as in non-absorbed latent attention (MLA prefill)."""
     causal: bool = True
     """True if queries see no later keys. False, as in encoders, implies that there is no cache."""
 
@@ -129,7 +130,8 @@ class AttentionWork:
 
     @property
     def write_bytes(self) -> int:
-        """Bytes of k and v of the new tokens, read in their dtype and written in the cache's dtype."""
+        """Number of bytes read and written for k and v of the new tokens: read in their dtype, and written in the cache's
+        dtype."""
         new = replace(self.spec, kv_dtype=None, k_scale=1.0, v_scale=1.0)
         return self.num_tokens * (new.cache_row_bytes + self.spec.cache_row_bytes)
 
@@ -155,7 +157,8 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
     """Return a plain layer with a geometry and scale 1/sqrt(head_dim). kv_dtype: dtype of the cache; None means the layer's
     dtype.
 
-    An FP8 cache gets scales other than 1, so that a kernel that ignores them is detected. An int8 cache stores its own scales.
+    An FP8 cache gets scales other than 1, so that a kernel that ignores the scales is detected. An int8 cache stores its own
+    scales.
     """
     narrow: dict[str, Any] = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype}
     if kv_dtype is not None and narrow and kv_dtype.is_floating_point:
@@ -239,7 +242,7 @@ def _random(rows: int, heads: int, dim: int, spec: AttentionSpec, generator: tor
 def _store(rows: Tensor, cache: LayerCache, name: str, slots: Tensor) -> Tensor:
     """Write rows [n, num_kv_heads, head_dim] to `slots` of a cache's "key" or "value", and return the stored values.
 
-    The result equals `rows` except in an 8-bit cache, where dense prefill must get the rounded values to agree with paged
+    The result equals `rows` unless the cache has 8 bits. Dense prefill must then get the rounded values to agree with paged
     attention.
     """
     put(rows, cache, name, slots)

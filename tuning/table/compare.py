@@ -32,7 +32,7 @@ def differences(
     """Return every difference that makes a table's times invalid: a different machine, software or layer.
 
     owners: (distribution, version) of each kernel registered here, from `self_test.owners`. An optional third item is the digest
-    of the plugin's files; with it, a change of the plugin's files is a difference.
+    of the plugin's files; if it is given, a change of these files is a difference.
     """
     was = table.device
     rows: list[tuple[str, object, object]] = [
@@ -86,7 +86,7 @@ class Change:
     before_us: float | None
     after_us: float | None
     status: str
-    """Kind of change: "ok -> incorrect", "only in the first", "faster", "slower"."""
+    """Kind of change, such as "ok -> incorrect", "only in the first", "faster" or "slower"."""
     factor: float | None
     """Ratio of the times: after_us / before_us."""
 
@@ -113,15 +113,16 @@ def diff(first: CrossoverTable, second: CrossoverTable, at_least: float) -> list
 
 
 def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> CrossoverTable:
-    """Merge tables of the same machine and layer into one. If two have the same cell, the later date counts.
+    """Merge tables of the same machine and layer into one. If two tables have the same cell, the cell of the table with the later
+    date is used.
 
-    Parts with disjoint layouts and block sizes measured cells without a cache (dense prefill) twice; the shorter time counts,
-    because other work on the host only adds time. A refusal applies only to the layouts of its own part: it is dropped if another
-    part has measured that backend at that point.
+    Tables with disjoint layouts and block sizes have both measured the cells without a cache (dense prefill). For these cells the
+    shorter time is used, because other work on the host only adds time. A refusal applies only to the layouts of the table that
+    contains it. The refusal is dropped if a different table has measured that backend at that point.
 
     names: file names of the tables, in the same order.
 
-    :raises UnsupportedError: if machines, software, layers or levels differ from those of the newest table.
+    :raises UnsupportedError: if the machine, software, layer or level of a table differs from the newest table.
     """
     named = dict(enumerate(names)) or {number: f"table {number + 1}" for number in range(len(tables))}
     *older, last = sorted(range(len(tables)), key=lambda number: tables[number].date)
@@ -163,13 +164,13 @@ def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> Cro
 
 
 def _better(before: Cell, after: Cell) -> Cell:
-    """Return the cell that has a time; if both do, the fully timed cell, else the faster one."""
+    """Return the cell that has a time. If both cells have a time, return the fully timed cell, else the faster cell."""
     timed = [cell for cell in (after, before) if cell.layer_us is not None]
     return min(timed, key=lambda cell: (cell.status == "dropped", cell.layer_us), default=after)
 
 
 def partly_measured(table: CrossoverTable) -> int:
-    """Return the number of points that were measured without some of the usable backends. Those backends cannot be chosen
-    there."""
+    """Return the number of points that were measured without some of the usable backends. These backends cannot be chosen at such
+    a point."""
     names = {record.name for record in table.kernels if record.usable}
     return sum({cell.kernel for cell in rivals} < names for rivals in points(table.cells).values())

@@ -16,16 +16,16 @@ CORE_PHASE: dict[str, Phase] = {
     "scan": Phase.PREFILL,
     "step": Phase.DECODE,
 }
-"""A table's phase -> the contract's phase. Verification is DECODE with several query tokens."""
+"""Phase in a table -> phase in the contract. Verification is DECODE with several query tokens."""
 
 
 def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] = tuple(Phase)) -> CostTable:
     """Return the times of a kernel-level table. Backends that failed their self-test are excluded with the reason. phases: as in
     `CostTable`.
 
-    A cell without a time (out of memory, wrong answer, backend dropped for a phase) counts as not measured: `auto` avoids it. The
-    rough time of a slower candidate counts, also for layouts with which it was not tried: other backends are faster at this
-    point, but the time is needed to interpolate towards points where the candidate may win.
+    A cell without a time (out of memory, wrong answer, backend dropped for a phase) counts as not measured, and `auto` avoids the
+    backend there. The rough time of a slower candidate is used, also for layouts with which the candidate was not tried. Other
+    backends are faster at this point, but the time is needed to interpolate towards points where the candidate may win.
     """
     rough: dict[tuple[PointKey, str], float] = {}
     for cell in table.cells:
@@ -60,7 +60,7 @@ _SOURCES = {"attention": "crossover table of", "state": "state table of"}
 
 
 def source_of(table: CrossoverTable) -> str:
-    """Return text that describes the source of a table's times."""
+    """Return a description of the source of a table's times."""
     if table.prior is None:
         return f"{_SOURCES.get(table.kind, 'measured')} {table.date[:10]}"
     checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
@@ -74,7 +74,7 @@ def to_times(table: CrossoverTable, counts: Sequence[int]) -> dict[str, list[flo
 
 
 def failures(table: CrossoverTable) -> dict[str, str]:
-    """Return kernel -> reason, for kernels without any time because they were wrong or raised an error."""
+    """Return kernel -> reason, for kernels that have no time because their answers were wrong or they raised an error."""
     timed = {cell.kernel for cell in table.cells if cell.median_us is not None}
     failed = {cell.kernel: cell.reason for cell in table.cells if cell.status in ("incorrect", "error")}
     return {name: reason for name, reason in failed.items() if name not in timed}

@@ -1,6 +1,6 @@
 """Table files: paths, reading and validation, and the priors shipped with Headway.
 
-A prior is a table measured on another machine of the same kind. It is used before anything is measured here.
+A prior is a table measured on a different machine of the same kind. It is used until times have been measured on this machine.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def _read(path: Path, kind: str | None) -> tuple[CrossoverTable, str]:
 def _validated(
     kind: type[Model], data: object, at: list[str], text: str, what: str, names: Mapping[str, str] | None = None
 ) -> Model:
-    """Return data validated as a model. at: path of `data` in the text. names: field -> its name in the text, if that differs.
+    """Return data validated as a model. at: path of `data` in the text. names: field -> name of the field in the text, if the two
+    names differ.
 
-    :raises TableError: if the data is not valid, with the line of the first fault.
+    :raises TableError: if the data is not valid; the message contains the line of the first fault.
     """
     try:
         return kind.model_validate(data)
@@ -97,7 +98,8 @@ def _other_schema(found: object, text: str) -> tuple[str, str]:
 
 
 def line_of(text: str, path: list[str]) -> int:
-    """Return the line (from 1) where the value at a path of keys and indices begins, or its nearest existing parent."""
+    """Return the line (from 1) at which the value at a path of keys and indices begins. If the value does not exist, return the
+    line of its nearest existing parent."""
     try:
         node = yaml.compose(text.replace("\t", " "), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:  # nearly all JSON is YAML: some characters and escapes are not
@@ -118,7 +120,7 @@ def table_folder() -> Path:
 
 
 def table_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
-    """Return the file that `auto` reads for a layer on a device; measurements write it by default."""
+    """Return the path of the file that `auto` reads for a layer on a device, and that measurements write by default."""
     return table_folder() / _file_name(device, spec)
 
 
@@ -128,9 +130,10 @@ def _file_name(device: DeviceIdentity, spec: LayerRecord) -> str:
 
 
 def stored_table(device: DeviceIdentity, spec: LayerRecord) -> CrossoverTable | None:
-    """Return the table stored for a layer on a device, or None if there is none. The contents are not compared with either.
+    """Return the table stored for a layer on a device, or None if no table is stored. The table's contents are not compared with
+    the layer or the device.
 
-    A table in an older format is rewritten in the current format, and logged.
+    A table in an older format is rewritten in the current format, and the conversion is logged.
 
     :raises TableError: if the file is faulty.
     """
@@ -158,7 +161,7 @@ def stored_tables(kind: str = "attention") -> list[Path]:
 
 
 FOLDER_VARIABLE = "HEADWAY_PRIORS"
-"""Environment variable: a folder of priors to use instead of the package's, such as one shared by many machines."""
+"""Environment variable: path of a folder whose priors replace the package's priors, such as a folder shared by many machines."""
 _DECIDING = ("device", "compute capability", "level", *(record.named for record in RECORDS.values()))
 """Differences that make a prior unusable: a different kind of GPU or a different layer."""
 
@@ -200,9 +203,9 @@ def prior_path(device: DeviceIdentity, spec: LayerRecord) -> Path:
 
 
 def find_prior(device: DeviceIdentity, spec: LayerRecord, owners: Mapping[str, tuple[str, ...]]) -> Prior | None:
-    """Return the shipped table for a kind of device and a layer, or None if there is none. owners: as in `differences`.
+    """Return the shipped table for a kind of device and a layer, or None if there is no such table. owners: as in `differences`.
 
-    :raises TableError: if the file is faulty, or is for a device or layer other than its name says.
+    :raises TableError: if the file is faulty, or if its device or layer does not match its name.
     """
     old = old_path(device, spec)
     paths = (prior_path(device, spec), prior_folder() / old.name, prior_folder() / old.parent.name / old.name)

@@ -13,7 +13,8 @@ LEAST_DIFFERENCE = 0.01
 _MOST_NOISE = 0.10
 """Relative difference above which two times are never a tie: a wide spread on a busy machine does not make them equal."""
 MOST_DRIFT = 0.25
-"""Relative difference between rounds or runs of one call above which it is reported, because the machine was not steady."""
+"""Relative difference between rounds or runs of one call above which the difference is reported, because the machine was not
+steady."""
 TIE_RULE = (
     f"a tie: times that differ by less than {LEAST_DIFFERENCE:.0%}, or by less than {_MOST_NOISE:.0%} with ranges (p20 to p80) "
     "that overlap"
@@ -21,9 +22,9 @@ TIE_RULE = (
 
 
 def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of one point. Cells equal to the fastest within noise are marked as ties.
+    """Return the cells of one point, with cells marked as ties if their times equal the fastest time within noise.
 
-    A cell competes with cells with the same layout and block size; see TIE_RULE.
+    A cell competes only with cells that have the same layout and block size; see TIE_RULE.
     """
     placed: list[tuple[str | None, int | None]] = [(cell.layout, cell.block_size) for cell in cells if cell.layout]
     pairs = list(dict.fromkeys(placed)) or [(None, None)]
@@ -44,7 +45,7 @@ def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def is_tie(fastest: Cell, other: Cell) -> bool:
-    """Return whether a time is equal to the fastest by TIE_RULE."""
+    """Return whether a time equals the fastest time according to TIE_RULE."""
     least, us = fastest.layer_us or math.inf, other.layer_us or math.inf
     # A layer's cost is the slower of device and host, at both ends of the range.
     overlap = max(other.p20_us or math.inf, other.host_us or 0.0) <= max(fastest.p80_us or 0.0, fastest.host_us or 0.0)

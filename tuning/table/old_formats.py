@@ -14,13 +14,14 @@ _COUNTED = {
     "headway.experts/1": ("experts", "tokens", "layer", "tokens"),
     "headway.all-reduce/1": ("all_reduce", "bytes", "ranks", "sizes"),
 }
-"""Schema -> kind of operation, phase, and the names of the fields for the layer and the counts."""
+"""Schema -> (kind of operation, phase, name of the layer field, name of the counts field)."""
 OLD_NAMES = {"kernels": "backends", "kernel": "backend", "variant": "kernel", "schema": "file_schema"}
 """Field -> the field's name in an old file."""
 _FOLDERS = {"attention": "crossover", "state": "crossover/states", "linear": "products"}
 _UNPLACED = "unknown path"
 HIDDEN = ", hidden size "
-"""Text before the hidden size in the identity of a layer of experts. Old files lack it: their times may be for another size."""
+"""Text before the hidden size in the identity of a layer of experts. Old files lack the hidden size, so their times may be for a
+different size."""
 
 
 def schema_of(data: Any) -> object:
@@ -47,7 +48,7 @@ def upgrade(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device(found: Any) -> Any:
-    """Return a device with cuBLAS and the path of ptxas marked as unknown if its file lacks them."""
+    """Return a device record in which cuBLAS and the path of ptxas are marked as unknown if the file lacks them."""
     known = found.get("compilers") if isinstance(found, dict) else None
     if not isinstance(known, dict) or found.get("type") != "cuda":
         return found

@@ -31,10 +31,10 @@ class DeviceIdentity(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: str
-    """The device's torch.device.type."""
+    """Type of the device, as in torch.device.type."""
     name: str
     compute_capability: str | None = None
-    """"9.0"; None on a CPU."""
+    """CUDA compute capability, such as "9.0"; None on a CPU."""
     sm_count: int | None = None
     """Number of SMs; None on a CPU."""
     memory_gib: float | None = None
@@ -47,24 +47,24 @@ class DeviceIdentity(BaseModel):
     python: str
     torch: str
     cuda: str | None = None
-    """CUDA version that torch was built for."""
+    """CUDA version for which torch was built."""
     libraries: dict[str, str]
     """Distribution -> version, for the distributions in LIBRARIES that are installed."""
     compilers: dict[str, str] | None = None
-    """ptxas, nvrtc and cublas -> version, for ptxas with its path; empty on a CPU. None means unknown, in files older than this
-    field."""
+    """ptxas, nvrtc and cublas -> version; the version of ptxas includes its path. Empty on a CPU. None means unknown, in files
+    older than this field."""
     date: str
     """Date and time of the measurement: UTC, ISO 8601."""
 
     def compiler_pairs(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
-        """Return (compiler, version here, version in `other`) for each compiler that either has; "unknown" for files without the
-        field."""
+        """Return (compiler, version here, version in `other`) for each compiler that at least one of the two has. For files
+        without this field, the version is "unknown"."""
         names = dict.fromkeys([*(self.compilers or {}), *(other.compilers or {})])
         return [(name, _version(self.compilers, name), _version(other.compilers, name)) for name in names]
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
-        """Reject an edited type that does not match the fields that only a GPU, or only a CPU, has."""
+        """Reject a device type that contradicts the fields that only a GPU, or only a CPU, has. Such a file has been edited."""
         if self.type not in _TYPES:
             raise ValueError(f"type: needs {' or '.join(_TYPES)}, got {shown(self.type)}")
         gpu = [name for name in ("compute_capability", "sm_count") if getattr(self, name) is not None]
@@ -81,20 +81,20 @@ def _version(compilers: dict[str, str] | None, name: str) -> str:
 
 
 class DeviceInfo(DeviceIdentity):
-    """Device, software and measured rates. Results of two files are comparable only if these are equal."""
+    """Device, software and measured rates. Results of two files are comparable only if all these values are equal."""
 
     copy_gbps: float
-    """Measured rate of a large copy on the device, bytes read plus bytes written, in 1e9 per second."""
+    """Measured rate of a large copy on the device, in units of 1e9 bytes per second; bytes read and bytes written both count."""
     matrix_tflops: float
     """Measured rate of a large square GEMM of random data, in TFLOP/s."""
     matrix_dtype: str
-    """Dtype of that GEMM, which is the run's dtype."""
+    """Dtype of the GEMM measured for `matrix_tflops`, which is the run's dtype."""
 
 
 SCHEMA: Final = "headway.table/1"
 PhaseName = Literal["prefill", "extend", "decode", "verify", "generate", "scan", "step", "rows", "tokens", "bytes"]
-"""Phases of all kinds of tables. generate: whole generations (level engine). scan, step: state layers. rows, tokens, bytes: axes
-of linear layers, experts and all-reduce."""
+"""Phases of all kinds of tables. generate: requests from input to last output token (level engine). scan, step: state layers.
+rows, tokens, bytes: axes of linear layers, experts and all-reduce."""
 COUNTED: Final[tuple[PhaseName, ...]] = ("rows", "tokens", "bytes")
 """Phases whose points are one number."""
 Status = Literal["ok", "tie", "oom", "unsupported", "incorrect", "error", "dropped"]
@@ -117,9 +117,9 @@ class LayerRecord(BaseModel, ABC):
     named: ClassVar[str]
     """Name of such layers in reports."""
     kernels: ClassVar[str] = "kernels"
-    """Name of their kernels in reports."""
+    """Name of the kernels of such layers in reports."""
     phases: ClassVar[tuple[PhaseName, ...]]
-    """Phases of the kind's cells."""
+    """Phases that cells of this kind may have."""
 
     @property
     def key(self) -> object:
@@ -133,7 +133,7 @@ class LayerRecord(BaseModel, ABC):
 
 
 class SpecRecord(LayerRecord):
-    """The attention layer that times apply to. Fields as in core.contract.spec.AttentionSpec."""
+    """The attention layer to which a table's times apply. Fields as in core.contract.spec.AttentionSpec."""
 
     kind: ClassVar[str] = "attention"
     named: ClassVar[str] = "attention layer"
@@ -154,11 +154,11 @@ class SpecRecord(LayerRecord):
     alibi_slopes: list[FiniteFloat] | None = None
     sinks: list[FiniteFloat] | None = None
     v_head_dim: int = Field(default=0, ge=0)
-    """Dimension of a value head. 0 means head_dim, also in files before 2026-11-22."""
+    """Dimension of a value head. 0 means head_dim, as in all files before 2026-11-22."""
     value_in_key: bool = False
     dense: bool = False
     causal: bool = True
-    """True for causal attention, also in files before 2026-11-25."""
+    """True for causal attention, as in all files before 2026-11-25."""
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
@@ -188,7 +188,7 @@ class SpecRecord(LayerRecord):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """All values on which times depend. For scale, soft-cap, slopes and sinks, only whether they are used."""
+        """All values on which times depend. Scale, soft-cap, slopes and sinks are included only as whether they are used."""
         features = (self.softcap is not None, self.alibi_slopes is not None, self.sinks is not None)
         heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
         if self.v_head_dim or self.value_in_key:
@@ -329,13 +329,13 @@ class KernelRecord(BaseModel):
     owner: str
     """"built-in", or the distribution that provides the kernel."""
     version: str = ""
-    """Version of that distribution."""
+    """Version of the distribution that provides the kernel."""
     available: bool
     reason: str = ""
     """Reason why the kernel was not measured or failed its self-test. "" if it was measured."""
     digest: str = ""
-    """Hash of the plugin's files, which shows a fixed plugin. "" for built-ins and plugin objects, and in files before
-    2026-11-24."""
+    """Hash of the plugin's files, which reveals whether a failed plugin has been changed since. "" for built-ins and plugin
+    objects, and in files before 2026-11-24."""
 
     @property
     def usable(self) -> bool:
@@ -344,42 +344,44 @@ class KernelRecord(BaseModel):
 
 
 class Cell(BaseModel):
-    """One kernel at one point, with one layout and block size. Only a correct answer has a time."""
+    """Result of one kernel at one point, with one layout and block size. Only a correct answer has a time."""
 
     model_config = _STRICT
 
     phase: PhaseName
     case: str
-    """A case in the grammar of headway.core.oracle.cases; for a generation, input_len and input_len + output_len of each request;
-    or the number of rows, tokens or bytes."""
+    """Case in the grammar of headway.core.oracle.cases. For a generation, it lists input_len and input_len + output_len of each
+    request; on a counted axis, it is the number of rows, tokens or bytes."""
     batch: Count
     """Number of sequences, or of rows, tokens or bytes."""
     query_len: Count = 1
     """Mean query length of the sequences; for a generation, mean input length."""
     kv_len: Count = 1
-    """Mean KV length of the sequences; for a generation, of input plus output; for a state layer, equal to query_len."""
+    """Mean KV length of the sequences. For a generation, it is the mean length of input plus output; for a state layer, it equals
+    query_len."""
     kernel: str
     layout: str | None = None
-    """Cache layout. None, like block_size, if no cache is read and the time applies to all layouts (dense prefill)."""
+    """Cache layout. None, with block_size also None, means that no cache is read and the time applies to all layouts (dense
+    prefill)."""
     block_size: Count | None = None
     """Tokens per cache block. None with a layout means states, which are stored in slots."""
     status: Status
-    """tie: equal to the fastest within noise; the fastest is then a tie as well. dropped: clearly slower, roughly timed or
-    skipped."""
+    """Outcome of the measurement. tie: the time equals the fastest time within noise; the fastest cell is then marked as a tie as
+    well. dropped: the kernel is clearly slower, and was timed roughly or skipped."""
     reason: str = ""
     variant: str = ""
-    """The kernel's own name for the variant that ran."""
+    """Name that the kernel gives to the variant that ran."""
     graph: bool = False
     """True if the kernel was timed by replaying a CUDA graph captured at the table's graph_len."""
     median_us: Microseconds | None = None
-    """Time of one layer's call, or of a whole generation."""
+    """Median time of one layer's call; at level engine, of the complete generation."""
     p20_us: Microseconds | None = None
     p80_us: Microseconds | None = None
     drift: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Relative difference between the slowest and the fastest round. None if there was one round, or in files before
     2026-11-22."""
     plan_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Host time of a step's plan, which all layers share."""
+    """Host time for planning a step; all layers share the plan."""
     host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Host time of one layer's call. None on a CPU and in a graph."""
     between: bool = False
@@ -425,14 +427,14 @@ class Cell(BaseModel):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens of a generation per second."""
+        """Number of output tokens of a generation per second."""
         if self.median_us is None or self.phase != "generate":
             return None
         return self.batch * (self.kv_len - self.query_len) / self.median_us * 1e6
 
 
 class PriorRecord(BaseModel):
-    """The shipped table (prior) that a table has adopted times from."""
+    """The shipped table (prior) whose times a table has adopted."""
 
     model_config = _STRICT
 
@@ -441,14 +443,15 @@ class PriorRecord(BaseModel):
     origin: Origin | None
     date: str
     differs: list[str] = []
-    """Differences of that machine from this one, in words."""
+    """Descriptions of the differences between the machine that measured the shipped table and this machine."""
     checked: list[str] = []
     """Points measured here to check the shipped table, such as "decode 1q1s256". Empty if it was not checked."""
     disagreed: list[str] = []
-    """Checked points at which the shipped table was wrong, with the reason. Its times near these points are not used."""
+    """Checked points at which the shipped table was wrong, with the reason. The shipped table's times near these points are not
+    used."""
     corrected: list[str] = []
-    """Checked points where some kernels took longer or shorter than in it, with the factors. Its times of these kernels near the
-    points are multiplied by them."""
+    """Checked points at which some kernels took longer or shorter than in the shipped table, with the factors. The shipped
+    table's times of these kernels near such a point are multiplied by the factors."""
     device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
     """Phase -> scale factor of the shipped table's device times."""
     host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
@@ -456,7 +459,7 @@ class PriorRecord(BaseModel):
 
     @property
     def made(self) -> str:
-        """Date, device and software of the measurement, in words."""
+        """Date, device and software of the shipped table's measurement, in words."""
         driver = f"driver {self.device.driver}, " if self.device.driver else ""
         origin = f", {self.origin}" if self.origin is not None else ""
         return f"shipped table of {self.date[:10]} ({self.device.name}, {driver}torch {self.device.torch}{origin})"
@@ -494,11 +497,13 @@ class CrossoverTable(BaseModel):
     device: DeviceIdentity
     spec: SerializeAsAny[LayerRecord]
     graph_len: Count | None = None
-    """kv_len at which decode graphs were captured. None means no graphs."""
+    """kv_len for which decode graphs were captured. None means that no graphs were captured."""
     noise: Annotated[FiniteFloat, Field(ge=0, lt=1)]
-    """Relative spread of the times. For smaller differences, a step stays with the kernel in use."""
+    """Relative spread of the times. If the difference between two kernels is smaller than this, a step stays with the kernel in
+    use."""
     prior: PriorRecord | None = None
-    """The shipped table from which cells marked `prior` come. None if all were measured here, and in files before 2026-11-26."""
+    """The shipped table that provided the cells marked `prior`. None if all cells were measured here, and in files before
+    2026-11-26."""
     kernels: list[KernelRecord]
     cells: list[Cell]
 
@@ -534,7 +539,7 @@ class CrossoverTable(BaseModel):
 
 
 def without_refusals(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of one point without refusals of kernels that have another cell there.
+    """Return the cells of one point without refusals of kernels that have a different cell at the point.
 
     A refusal has no layout and no time; it applies only to the layouts of the run that wrote it.
     """

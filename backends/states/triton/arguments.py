@@ -15,7 +15,7 @@ from headway.kernels.runtime.triton_launch import Launcher, aligned, specialised
 
 @dataclass(frozen=True, slots=True)
 class StateTuning:
-    """Tile sizes and warps of each kernel. None means that the size of the step determines the value."""
+    """Tile sizes and numbers of warps of each kernel. None means that the value depends on the size of the step."""
 
     step_value: int | None = None
     """Number of elements of a head's value per program of `step`."""
@@ -31,7 +31,7 @@ class StateTuning:
     chunk_warps: int | None = None
     """Number of warps of the kernel that computes within chunks."""
     walk_turned: bool | None = None
-    """True if the scan stores values as rows of its state, so that the MMAs read the state from registers."""
+    """True if value elements are the rows of the state's tile in the scan, so that the MMAs read the state from registers."""
     walk_value: int | None = None
     """Number of elements of a head's value per program of the scan over chunks."""
     walk_warps: int | None = None
@@ -85,13 +85,14 @@ def channel_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
 
 
 def weights(parameters: StateParameters, instead: Tensor) -> tuple[Tensor, ...]:
-    """Return a layer's five parameter tensors in the kernels' order. instead: placeholder for missing tensors."""
+    """Return a layer's five parameter tensors in the kernels' order. instead: placeholder for a tensor that the layer does not
+    have."""
     listed = (parameters.conv_weight, parameters.conv_bias, parameters.A_log, parameters.dt_bias, parameters.D)
     return tuple(instead if each is None else each for each in listed)
 
 
 def states(cache: StateCache, instead: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the recurrent and the convolution states. instead: placeholder for missing tensors."""
+    """Return the recurrent states and the convolution states. instead: placeholder for a tensor that the cache does not have."""
     return cache.tensors.get("recurrent", instead), cache.tensors.get("conv", instead)
 
 

@@ -56,7 +56,7 @@ class TritonStates(StateBackend):
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Return whether the capabilities, the layer's key_dim and the GPU's shared memory allow a layer."""
+        """Return whether the backend's capabilities, the layer's key_dim and the GPU's shared memory allow a layer."""
         support = super().supports(spec, layout, phase)
         if spec.key_dim > LONGEST_KEY:
             support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)

@@ -8,8 +8,8 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import activated, softplus, store_window, window_of
 
 CHUNK_FIELDS = tl.constexpr(4)
-"""Number of int32 fields per chunk: slot of its sequence (-1 means zeros), first packed token, number of new tokens before it,
-number of its tokens."""
+"""Number of int32 fields per chunk: slot of the chunk's sequence (-1 means zeros), first packed token, number of the sequence's
+new tokens before the chunk, number of tokens in the chunk."""
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -39,7 +39,8 @@ def convolve_chunks(
     SILU: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
-    """Convolve a chunk, and scale q. Grid (units, chunks, 64 / ROWS). Inputs under the taps stay in registers between tokens."""
+    """Convolve a chunk, and scale q. Grid (units, chunks, 64 / ROWS). The inputs in the convolution's window stay in registers
+    from one token to the next."""
     unit = tl.program_id(0)
     slot = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS)
     first = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS + 1).to(tl.int64)
@@ -112,7 +113,8 @@ def leave_inputs(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Store convolution states, after all convolutions have read their slots. Grid (cdiv(CHANNELS, BLOCK_C), places)."""
+    """Store convolution states. This runs after all convolutions have read their slots. Grid (cdiv(CHANNELS, BLOCK_C),
+    places)."""
     first = tl.load(places_ptr + tl.program_id(1) * 4).to(tl.int64)
     tokens = tl.load(places_ptr + tl.program_id(1) * 4 + 1)
     slot = tl.load(places_ptr + tl.program_id(1) * 4 + 2)
@@ -145,11 +147,12 @@ def inverse_of(a, scratch_ptr, BLOCKS: tl.constexpr, DOT: tl.constexpr, PRECISIO
     """Return (I + a)^-1 for a strictly lower triangular matrix a [64, 64]. scratch_ptr: 2,048 float32 elements.
 
     The four diagonal blocks of 16 are inverted by forward substitution, one thread per column. If BLOCKS is twice the number of
-    warps, the tile's last axis is within a thread and nothing is exchanged; rows that all threads of a block need are passed
+    warps, the tile's last axis is within a thread, so threads exchange no data. Rows that all threads of a block need are passed
     through memory.
 
-    With D the blocks' inverses and N = D times the part of a below the blocks, the result is (I + N)^-1 D. Since N^4 = 0, (I +
-    N)^-1 = (I - N)(I + N^2). Applying this doubling to a itself would compute a^32, which overflows if keys are similar.
+    Let D be the matrix of the blocks' inverses, and N = D times the part of a below the blocks. The result is (I + N)^-1 D. Since
+    N^4 = 0, (I + N)^-1 = (I - N)(I + N^2). Applying the same formula to a itself would need powers up to a^32, which overflow if
+    keys are similar.
     """
     n = tl.arange(0, 64)
     own = n[:, None] // 16 == n[None, :] // 16
@@ -185,10 +188,11 @@ def channel_products(
     PRECISION: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Return k k^T and q k^T [64, 64] of a chunk with a decay per key channel: exp(sum_i - sum_j) is inside the products.
+    """Return k k^T and q k^T [64, 64] of a chunk with a decay per key channel. The factor exp(sum_i - sum_j) is applied within
+    the inner products.
 
-    A decay over many tokens cannot be inverted in float32. Between blocks of 16, both factors are relative to the start of the
-    later block, so neither exceeds 1; within a block, each pair of tokens has its own decay.
+    A decay over many tokens cannot be inverted in float32. For tokens of different blocks of 16, both factors are relative to the
+    start of the later block, so neither exceeds 1. Within a block, the decay is computed for each pair of tokens.
     """
     row = tl.arange(0, 64)
     kk = tl.zeros([64, 64], tl.float32)

@@ -115,12 +115,14 @@ _KNOWN_MULTIPLE = 16  # In elements; Triton specialises a kernel by whether a nu
 
 
 def _aligned(spec: StateSpec) -> bool:
-    """Return whether every head's rows can be prefetched. On Hopper, it is wrong for keys of 72 and values of 136 or 5."""
+    """Return whether every head's rows can be prefetched, which requires key_dim and value_dim to be multiples of 16. Without
+    prefetching, Triton 3.6 miscompiles wgmma on Hopper."""
     return spec.key_dim % _KNOWN_MULTIPLE == 0 and spec.value_dim % _KNOWN_MULTIPLE == 0
 
 
 def shared_bytes(spec: StateSpec) -> int:
-    """Return the minimum shared memory for prompts, in bytes: `walk_chunks` stores float32 keys and inner products in it."""
+    """Return the minimum shared memory for prompts, in bytes. `walk_chunks` stores float32 keys and inner products in shared
+    memory."""
     if spec.dtype != torch.float32 or not spec.recurrent or spec.kind == MAMBA1:
         return 0
     return CHUNK * ((3 if spec.kind == KDA else 2) * _key_block(spec) + CHUNK) * spec.dtype.itemsize

@@ -9,10 +9,10 @@ from headway.backends.states.triton.window_kernels import softplus
 
 SEQ_FIELDS = tl.constexpr(8)
 """Number of int32 fields per sequence: first chunk, number of chunks (0 in a padding row), first token, number of new tokens,
-slot to read (-1 means zeros), first part, and number of parts."""
+slot to read (-1 means zeros), first part, and number of parts. The last field is unused."""
 PART_FIELDS = tl.constexpr(2)
 """Number of int32 fields per part of a sequence: number of the sequence's chunks up to the part's end, and slot for the state
-after them (-1 means none). Parts exist because Triton pipelines loads only in innermost loops."""
+after these chunks (-1 means none). A sequence is divided into parts because Triton pipelines loads only in innermost loops."""
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -50,8 +50,8 @@ def walk_chunks(
     """Scan a sequence chunk by chunk. Grid (cdiv(VALUE_DIM, BLOCK_V), HEADS, num_seqs).
 
     Let S be the state at a chunk's start and G the cumulative log decays. The delta rule writes the values v' = T (v - exp(G) K
-    S), with T = (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with P the decayed scores
-    of q and k. The next state is exp(G_64) S + K^T (exp(G_64 - G) v'). Chunk states are not written to memory.
+    S), with T = (I + A)^-1 diag(beta). Other rules write dt v, or v. The output is exp(G) Q S + P v', where P contains the
+    decayed scores of q and k. The next state is exp(G_64) S + K^T (exp(G_64 - G) v'). Chunk states are not written to memory.
     """
     head = tl.program_id(1)
     seq = tl.program_id(2)

@@ -78,11 +78,11 @@ def step_heads(
 ):
     """Run a decode step. Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program has a [BLOCK_K, BLOCK_V] tile of a state.
 
-    Both S^T k and S^T q are computed from the state as it was read: with decay a, S' = aS + k d^T, so S'^T q = S^T (aq) + (k . q)
-    d. Neither of the two products waits for the other.
+    Both S^T k and S^T q are computed from the state before the update. With decay a, S' = aS + k d^T, so S'^T q = S^T (aq) + (k .
+    q) d. Neither S^T k nor S^T q needs to wait for the other.
 
     All programs of a key head read its convolution state, which may be updated in place. After reading, each program adds 1 to
-    the key head's counter; the last program to do so writes the new state for all.
+    the key head's counter. The last program to do so writes the new convolution state for all programs.
     """
     if PDL:
         gdc_wait()
@@ -252,8 +252,8 @@ def step_channels(
     HAS_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs). Layers with independent channels: a convolution, optionally followed by
-    mamba1."""
+    """Run a decode step of layers with independent channels: a convolution, optionally followed by `mamba1`. Grid (cdiv(CHANNELS,
+    BLOCK_C), num_seqs)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -332,7 +332,7 @@ class StatesStepPlan:
 
     @property
     def recomputed_tokens(self) -> Tensor:
-        """Tensor for the kernel's `recomputed` argument; a placeholder if it is not used."""
+        """Tensor for the kernel's `recomputed` argument. If no tokens are recomputed, this is a placeholder."""
         return self.slots if self.recomputed is None else self.recomputed
 
 
@@ -347,7 +347,8 @@ class StateStep:
         self._channels = Launcher(step_channels)
 
     def plan(self, metadata: StateMetadata) -> StatesStepPlan:
-        """Return the plan for sequences in DECODE. Nothing is copied: a graph reads each step's values from the same tensors."""
+        """Return the plan for sequences in DECODE. Tensors are not copied, so a captured graph reads each step's values from the
+        same tensors."""
         step = metadata.step
         if self._spec.recurrent and self._spec.conv_channels:
             self._workspace.counters(step.num_seqs * self._spec.num_key_heads)
@@ -422,7 +423,8 @@ class StateStep:
         launch(self._channels, grid, tensors, strides, constants, tuning.channel_warps)
 
     def _cut(self, plan: StatesStepPlan, tuning: StateTuning) -> tuple[int, int]:
-        """Return (value elements per program, number of warps), with which a state's tile takes 32 or 64 registers per thread."""
+        """Return (value elements per program, number of warps) with which the tile of a state takes 32 or 64 registers per
+        thread."""
         spec = self._spec
         chosen = 64 if plan.num_seqs * spec.num_heads >= 256 else 32
         block_v = min(tuning.step_value or chosen, triton.next_power_of_2(spec.value_dim))

@@ -1,4 +1,4 @@
-"""Device functions for layers with a state: a convolution's window, output and states, and gate functions."""
+"""Device functions for layers with a state: the inputs, output and states of a convolution, and gate functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def window_of(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,  # WIDTH rounded up to a power of two
 ):
-    """Return the convolution's inputs at a token, float32 [C, BLOCK_W], oldest first, and zeros after WIDTH.
+    """Return the convolution's inputs at a token, float32 [C, BLOCK_W], oldest first. Columns from WIDTH on are zeros.
 
     Inputs before the sequence's first new token come from the convolution state, which contains the last WIDTH - 1 inputs.
     """
@@ -77,7 +77,8 @@ def convolved_once(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Return the convolution's output [C] at a sequence's only token, and update its state, which no other program may read."""
+    """Return the convolution's output [C] at the only new token of a sequence, and update the convolution state. No other program
+    may read that state."""
     old = conv_ptr + slot.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     new = conv_ptr + target.to(tl.int64) * CONV_SLOT + channels * CONV_CHANNEL
     y = tl.zeros([channels.shape[0]], tl.float32)
@@ -130,7 +131,8 @@ def store_window(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the convolution state after the newest token of a window: all its inputs except the oldest."""
+    """Write the convolution state after the newest token of a window. The state contains all inputs of the window except the
+    oldest."""
     tap = tl.arange(0, BLOCK_W)
     there = inside[:, None] & ((tap > 0) & (tap < WIDTH))[None, :]
     ptrs = conv_ptr + channels[:, None] * CONV_CHANNEL + (tap - 1)[None, :] * CONV_TIME
@@ -155,8 +157,8 @@ def leave_windows(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the convolution state after each new token to that state's slot, the source slot last. No other program may use the
-    channels."""
+    """Write the convolution state after each new token to the slot for that state. The slot from which the state was read is
+    written last. No other program may use these channels."""
     base = conv_ptr + slot.to(tl.int64) * CONV_SLOT
     for place in tl.static_range(1 if SINGLE else 2):
         for t in range(count):
@@ -173,7 +175,8 @@ def leave_windows(
 
 @triton.jit
 def out_slot_of(out_slots_ptr, t, count, OUT_WIDTH: tl.constexpr):
-    """Return the slot for the state after a token, or -1 for none. A single column is for the state after the last token."""
+    """Return the slot for the state after a token, or -1 for none. If `out_slots` has one column, it is the slot for the state
+    after the last token."""
     if OUT_WIDTH == 1:
         wanted = t == count - 1
         target = tl.load(out_slots_ptr, mask=wanted, other=-1)

@@ -33,7 +33,8 @@ class PageKeeper(Protocol):
         """Note that a free page will be overwritten. Prefix lookups can find its content until this call returns."""
 
     def forgotten(self, everywhere: bool) -> None:
-        """Forget the contents of all pages: none is used once this returns. everywhere: True to include contents on disk."""
+        """Forget the contents of all pages, so that none of them is used after this call returns. everywhere: True to include
+        contents on disk."""
 
 
 class FreePages:
@@ -52,7 +53,8 @@ class FreePages:
         return page in self._free
 
     def num_among(self, pages: Iterable[int]) -> int:
-        """Return how many of these pages are free. Takes 30 ns per page: it runs while requests do."""
+        """Return the number of free pages among these pages. The method is fast (30 ns per page), because it is called while
+        requests run."""
         return sum(map(self._free.__contains__, pages))
 
     def acquire(self, page: int) -> bool:
@@ -82,7 +84,7 @@ class FreePages:
         return page
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert that every page is free, or has as many references as its occurrences in `held`."""
+        """Assert that every page is free, or has as many references as it has occurrences in `held`."""
         counts = [0] * len(self.ref_counts)
         for page in held:
             counts[page] += 1
@@ -108,7 +110,7 @@ class PagesUsed(NamedTuple):
 
 
 class AbsentPage(NamedTuple):
-    """A page of a sequence, or its state, whose content must still be copied into the pool. A state has the group STATES."""
+    """A page or the state of a sequence, whose content must still be copied into the pool. The group of a state is STATES."""
 
     group: int
     place: int
@@ -138,7 +140,8 @@ class BlockManager:
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """num_pages: reserved pages included. smallest_chunk: see SMALLEST_CHUNK. checkpoints: index of saved states, or None."""
+        """num_pages: number of pages, including reserved pages. smallest_chunk: see SMALLEST_CHUNK. checkpoints: index of saved
+        states, or None."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -177,9 +180,10 @@ class BlockManager:
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
         """Attach the cached pages of the longest prefix hit to a sequence without pages. Returns the number of cached tokens.
 
-        Every group must have the prefix cached. partly: True to count the matching part of one more page. That part is noted in
-        `seq.prefix_copies` and must be copied before the step that computes the rest; until then the sequence holds the source.
-        At least the last token is left to compute, because its logits are needed.
+        Every group must have the prefix cached. At least the last token is left to compute, because its logits are needed.
+
+        partly: True to count the matching part of one more page. The copy of this part is listed in `seq.prefix_copies`, and must
+        be made before the step that computes the remaining tokens. Until then, the sequence references the source page.
         """
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
@@ -213,9 +217,10 @@ class BlockManager:
     def attach_pages(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
         """Attach pages for the first `length` tokens to a sequence without pages, and a state slot if the model has state layers.
 
-        Pages found in the pool are shared. Missing pages are allocated and returned, for the caller to fill: also a last partial
-        page (only sequences with a state have one), and the state, which comes last. Until the caller sets `num_computed` to
-        length, no token of the sequence counts as computed. Returns None, and changes nothing, if too few pages are free.
+        Pages found in the pool are shared. Missing pages are allocated and returned for the caller to fill. The result may
+        include a partial last page (only for sequences with a state) and the state, which comes last. Until the caller sets
+        `num_computed` to length, no token of the sequence counts as computed. Returns None, and changes nothing, if too few pages
+        are free.
         """
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         seq.num_computed = length
@@ -248,8 +253,8 @@ class BlockManager:
         return made if state is None else made + state
 
     def _hold_state(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
-        """Reserve a slot for the state after a sequence's first `length` tokens. Returns the copy to make, or None if no slot is
-        free."""
+        """Reserve a slot for the state after a sequence's first `length` tokens. Returns the copy to make (none if the pool has
+        this state), or None if no slot is free."""
         assert self.checkpoints is not None
         digest = self.name_of_start(seq, length)
         here = self.checkpoints.knows(digest)
@@ -259,7 +264,8 @@ class BlockManager:
         return [] if here else [AbsentPage(STATES, 0, slot)]
 
     def longest_hit(self, seq: Sequence, partly: bool, also: StoredElsewhere | None = None) -> int:
-        """Return the length in tokens of the longest prefix cached in every group. also: finds content outside the pool."""
+        """Return the length in tokens of the longest prefix cached in every group. also: function that finds content outside the
+        pool."""
         if self.checkpoints is None:
             length = self._longest_cached(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
@@ -269,7 +275,9 @@ class BlockManager:
 
     def _longest_checkpoint(self, seq: Sequence, longest: int, also: StoredElsewhere | None) -> int:
         """Return the length of the longest prefix, up to `longest` tokens, that ends at a saved state.
-        longest: number of tokens that every group holds. A windowed group may lack the pages of a shorter prefix."""
+
+        longest: length of a prefix that is cached in every group. A windowed group may lack the pages of a shorter prefix.
+        """
         assert self.checkpoints is not None
         windows = any(group.window is not None for group in self.groups)
         for length in range(longest, 0, -self.checkpoints.interval):
@@ -280,7 +288,8 @@ class BlockManager:
         return 0
 
     def name_of_start(self, seq: Sequence, length: int) -> bytes:
-        """Return the name of a sequence's first `length` tokens: the digest of the page that ends after them, if any."""
+        """Return the name of a sequence's first `length` tokens: their chained hash, which is also the digest of a page that ends
+        after them."""
         return self.prefixes[0].digest_of_start(seq, length)
 
     def _longest_cached(self, seq: Sequence, at_most: int, partly: bool, also: StoredElsewhere | None = None) -> int:
@@ -324,7 +333,8 @@ class BlockManager:
         seq.restored_from = seq.held_state = None
 
     def whole_chunk(self, seq: Sequence, count: int) -> int:
-        """Return a chunk length, up to `count`, that ends where a state can be saved, so that later chunks can save theirs."""
+        """Return a chunk length, up to `count`, that ends at a position where a state can be saved, so that later chunks can save
+        states too."""
         if self.checkpoints is None or not self.enable_prefix_caching or count >= seq.num_to_compute:
             return count
         interval = self.checkpoints.interval
@@ -332,7 +342,8 @@ class BlockManager:
         return end - seq.num_computed if end > seq.num_computed else count
 
     def fitting(self, seq: Sequence, count: int) -> int:
-        """Return the chunk length, up to `count`, that fits. It is shorter only if windowed groups lack free pages."""
+        """Return the chunk length to compute: `count`, or less if windowed groups lack free pages for `count` tokens. A reduced
+        length is at least the smallest chunk."""
         if not self._windowed or count <= self._smallest_chunk:
             return count
         free = self.num_free - sum(self._missing(seq, count, number) for number in self._unwindowed)
@@ -345,7 +356,8 @@ class BlockManager:
         return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
 
     def has_room(self, seq: Sequence, num_new_tokens: int, extra_pages: int = 0) -> bool:
-        """Return whether enough pages are free for a sequence's new tokens, in the smallest chunks, plus `extra_pages` pages."""
+        """Return whether enough pages are free to compute a sequence's new tokens in the smallest chunks, plus `extra_pages`
+        pages."""
         missing = extra_pages
         for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
@@ -390,7 +402,7 @@ class BlockManager:
         seq.next_boundary = boundary
 
     def _free_before_windows(self, seq: Sequence) -> int:
-        """Free the pages that left the windows. Returns the number of known tokens at which more can be freed."""
+        """Free the pages that left the windows. Returns the number of known tokens at which more pages can be freed."""
         known, boundary = seq.num_known, _NEVER
         for number in self._windowed:
             group, table = self.groups[number], seq.tables[number]
@@ -434,7 +446,8 @@ class BlockManager:
         seq.checkpoints = []
 
     def forget_prefixes(self, everywhere: bool = False) -> None:
-        """Hide all cached contents from later lookups; sequences keep their pages. everywhere: True to include the disk."""
+        """Hide all cached contents from later lookups; sequences keep their pages. everywhere: True to include contents on
+        disk."""
         if self.keeper is not None:
             self.keeper.forgotten(everywhere)
         if self.checkpoints is not None:

@@ -19,7 +19,8 @@ class Checkpoints:
     """
 
     def __init__(self, slots: StateSlots, interval: int, stats: EngineStats) -> None:
-        """interval: number of tokens between possible checkpoints; whole pages of every group end at its multiples."""
+        """interval: number of tokens between possible checkpoints. In every group, a page ends at each multiple of this
+        number."""
         self.interval = interval
         self.slots = slots
         self._stats = stats
@@ -28,7 +29,8 @@ class Checkpoints:
         self._references: Counter[int] = Counter()
         self._unnamed: set[int] = set()  # Held slots that have no name
         self.evicted: Callable[[bytes, int], object] | None = None
-        """Function that saves a state, given its name and slot, before the next step may overwrite it. None saves nothing."""
+        """Function that saves a state, given its name and slot, before the next step may overwrite the slot. None means that
+        evicted states are not saved."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -44,7 +46,8 @@ class Checkpoints:
         return self._slot_of[digest]
 
     def allocate(self, evict: bool) -> int | None:
-        """Return a newly allocated slot, or None. evict: True to evict the oldest unheld checkpoint if no slot is free."""
+        """Return a newly allocated slot, or None if none is available. evict: True to evict the least recently used checkpoint
+        that is not held, if no slot is free."""
         if self._free:
             return self._free.pop()
         oldest = next((digest for digest, slot in self._slot_of.items() if slot not in self._references), None) if evict else None
@@ -109,7 +112,8 @@ class Checkpoints:
         self._slot_of.clear()
 
     def check_integrity(self, reserved: list[int], held: Iterable[int]) -> None:
-        """Assert that every slot is free, named, reserved by a sequence for its next step, or held as often as in `held`."""
+        """Assert that every slot is free, named, reserved by a sequence for its next step, or held as many times as it occurs in
+        `held`."""
         owned = sorted([*self._free, *self._slot_of.values(), *reserved, *self._unnamed])
         own = range(self.slots.first_checkpoint, self.slots.num_slots)
         assert owned == list(own), "a slot of a checkpoint leaked or has two owners"

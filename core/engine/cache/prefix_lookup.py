@@ -72,7 +72,8 @@ class PrefixIndex:
         return best, most
 
     def add(self, block: int, parent: bytes, tokens: bytes, digest: bytes | None = None) -> None:
-        """Index a full block by its digest, replacing its old name. A block already indexed with these tokens keeps its name."""
+        """Index a block by its tokens, and by its digest if the block is full. The block's old content is forgotten. A block is
+        not indexed if an indexed block under the same parent begins with the same tokens."""
         self.discard(block)
         children = self._children.setdefault(parent, [])
         at = bisect_left(children, (tokens, -1))
@@ -103,7 +104,7 @@ class PrefixIndex:
             held.clear()
 
     def check_integrity(self) -> None:
-        """Assert that names and blocks are one to one, and that the entries below each parent are sorted."""
+        """Assert that names and blocks correspond one to one, and that the entries below each parent are sorted."""
         assert {block: digest for digest, block in self._block_of.items()} == self._digest_of, "names are not one to one"
         entries = {block: (parent, held) for parent, children in self._children.items() for held, block in children}
         assert entries == self._place_of, "a block stands in two places, or in none"
@@ -139,8 +140,8 @@ class GroupPrefixes:
     """Index of one group's pages by content.
 
     A page is named by the chained hash of all tokens up to its end, so one chain over the blocks names the pages of every group.
-    A group that keeps every token holds a prefix if it holds all of its pages. A windowed group needs only the pages that the
-    next token sees.
+    A group without a window has a prefix cached if all of the prefix's pages are indexed. A windowed group needs only the pages
+    that the next token sees.
     """
 
     def __init__(self, group: CacheGroup, block_size: int) -> None:
@@ -151,7 +152,10 @@ class GroupPrefixes:
 
     def longest(self, seq: Sequence, at_most: int, partly: bool, also: Callable[[bytes], bool] | None = None) -> int:
         """Return the length of the longest cached prefix in tokens, up to `at_most`.
-        partly: True if the last page may be partial. also: returns whether a digest is saved outside the pool."""
+
+        partly: True if the last page may be partial. also: function that returns whether the page with a digest is saved outside
+        the pool.
+        """
 
         def lacks(page: int) -> bool:
             return self.find(seq, page) is None and (also is None or not also(self.digest(seq, page)))
@@ -198,14 +202,16 @@ class GroupPrefixes:
         return self.index.find(self.digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
 
     def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
-        """Return the page with the longest match of a sequence's page, up to `most` tokens, and the match's length."""
+        """Return the indexed page with the longest match of the sequence's page at index `number`, and the match's length, which
+        is at most `most` tokens."""
         first, most = number * self.group.page_size, min(most, self.group.page_size)
         if not partly or most <= 0:
             return -1, 0
         return self.index.longest(self.digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
 
     def digest(self, seq: Sequence, number: int) -> bytes:
-        """Return the chained 128-bit hash of a sequence up to the end of a full page; `prefix_root` before the first page."""
+        """Return the chained 128-bit hash of a sequence up to the end of its full page at index `number`. For index -1, the hash
+        is `prefix_root`."""
         return self._hash_of(seq, (number + 1) * self._blocks_per_page)
 
     def digest_of_start(self, seq: Sequence, length: int) -> bytes:

@@ -41,8 +41,11 @@ class AdapterReader(Protocol):
         """Return the adapter of a request; see `ModelAdapters.read`. Any thread may call this."""
 
     def keep(self, request: LoRARequest, adapter: HostAdapter | None = None, digest: bytes | None = None) -> HostAdapter:
-        """Return an adapter from host memory, from `adapter`, or from its files. digest: expected digest, or None.
-        :raises HeadwayError: if the adapter is not supported, or its files have changed."""
+        """Return an adapter, and cache it in host memory. The adapter is `adapter` if given, otherwise the cached adapter with
+        this digest, otherwise read from the request's files. digest: expected digest, or None.
+
+        :raises HeadwayError: if the adapter is not supported, or its files have changed.
+        """
 
     def trim(self, wanted: Iterable[bytes]) -> None:
         """Evict the least recently used adapters beyond max_cpu_loras. wanted: digests of adapters that must not be evicted."""

@@ -262,7 +262,8 @@ _WORD: Final = 2**63  # Maximum size of any number, on any machine
 
 @cache
 def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
-    """Return option -> (validator, description of valid values), without options that have their own parser."""
+    """Return a mapping from option name to (validator, description of valid values), without options that have their own
+    parser."""
     from pydantic import ConfigDict, TypeAdapter  # imported here: the command line's help does not need it
 
     later = dict.fromkeys(("Kernel", "BackendRequest", "Registry"), object)
@@ -275,7 +276,10 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
 
 
 def check_kinds(options: Any) -> None:
-    """Check options against a dataclass's annotations; paths become strings. :raises ConfigError: if one is invalid."""
+    """Check options against a dataclass's annotations; paths become strings.
+
+    :raises ConfigError: if an option is invalid.
+    """
     from pydantic import ValidationError
 
     for name, (kind, need) in _plain_options(options.__class__).items():

@@ -1,4 +1,5 @@
-"""Types that an executor shares with the engine loop: its capacity, the names of its parts, and the error of its loss."""
+"""Types that an executor shares with the engine loop: its capacity, the names of its parts, and the error raised when it is
+lost."""
 
 from __future__ import annotations
 

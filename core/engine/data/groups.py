@@ -19,7 +19,8 @@ log = logging.getLogger("headway")
 NULL_PAGE = 0
 """Page that replaces pages outside the window in a windowed group's table. It is never allocated, and stays zero."""
 _TYPICAL_LENGTHS = (1024, 8192)
-"""Sequence lengths that the page size is optimized for: large pages are partially filled, small pages leave a remainder."""
+"""Sequence lengths, in tokens, for which the page size is optimized. Large pages waste memory in the partially filled last page;
+small pages waste a remainder in each page."""
 _LARGEST_PAGE = 4  # Maximum page size, in blocks of the group with the most layers
 
 

@@ -12,8 +12,8 @@ from headway.core.engine.data.state_slots import StateMemory
 from headway.core.engine.data.step import StepInput
 
 STAGING_BYTES = 32 * 2**20
-"""Bytes of device staging memory per direction. A kernel gathers pages into it for one large copy: the parts of a page are
-scattered, and copying them one by one takes longer than the link needs."""
+"""Size of the device staging memory per direction, in bytes. A kernel gathers pages in this memory for one large copy. The parts
+of a page are scattered, so copying them one by one would not use the link's full bandwidth."""
 
 PageName = tuple[int, bytes]
 """A cache group, and the digest of a page: the chained hash of all tokens up to its end. A state's name is STATES and the hash of
@@ -84,13 +84,16 @@ class PageMover(Protocol):
         """Make a step wait for the copies of its pages. Must be called before the step is launched."""
 
     def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
-        """Copy out pages, given as (page, slot), and states, given as (device slot, slot).
+        """Copy pages, given as (page, slot), and states, given as (device slot, slot), to host memory.
 
         If the copy fails, at once or later, the slots' contents are undefined.
         """
 
     def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
-        """Copy back pages, given as (slot, page), and states, given as (slot, device slot). Fails as `move_out` does."""
+        """Copy pages, given as (slot, page), and states, given as (slot, device slot), from host memory back to the pool.
+
+        If the copy fails, at once or later, the contents of the pages and device slots are undefined.
+        """
 
     def store(self, pages: Sequence[StoredPage]) -> Pending[frozenset[PageName]]:
         """Write slots to disk. The result names pages that could not be written, or whose copy into the slot failed."""
@@ -103,4 +106,5 @@ class PageMover(Protocol):
 
 
 MakePageMover = Callable[[Sequence[LayerCache], PoolSize, StateMemory | None], PageMover]
-"""Function that makes the mover for a pool's caches and states. It is passed to the executor, which then needs no import."""
+"""Function that makes the mover for a pool's caches and states. The executor gets this function as an argument, so it need not
+import the mover."""

@@ -49,8 +49,11 @@ class PoolSize:
 
 def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
     """Return the pool size that fits in `memory` bytes, without pages that sequences cannot fill.
-    memory: None means a fraction of free memory. chunk: smallest chunk of a prompt, in tokens.
-    :raises ConfigError: if not even one sequence of max_model_len fits."""
+
+    memory: None means a default size that depends on the free memory. chunk: smallest chunk of a prompt, in tokens.
+
+    :raises ConfigError: if not even one sequence of max_model_len fits.
+    """
     page_bytes, reserved = page_format.page_bytes, page_format.reserved
     one = page_format.pages_for(max_model_len, chunk)
     most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
@@ -68,7 +71,8 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
 
 
 def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, at_most: int) -> int:
-    """Return the length of the longest sequence that fits, up to `at_most` tokens, which is the default of max_model_len."""
+    """Return the length of the longest sequence that fits in the pool, up to `at_most` tokens. The default of max_model_len is at
+    most this length."""
     reserved = page_format.reserved
     if not page_format.page_bytes:
         return at_most
@@ -118,7 +122,8 @@ def allocate_layers(
 
 
 def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
-    """Return the pool's memory as views uint8 [count, num_pages, bytes], one row per page. caches must have contiguous blocks."""
+    """Return uint8 views [count, num_pages, bytes] of the pool's memory, with one row per page. The caches must have contiguous
+    blocks."""
     views: dict[int, Tensor] = {}
     for cache in caches:
         assert cache.layout.contiguous_blocks, "blocks in pieces"
@@ -134,7 +139,8 @@ def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
 def _view(
     spec: AttentionSpec, layout: CacheLayout, memory: dict[str, Tensor], group: CacheGroup, place: int, size: PoolSize
 ) -> LayerCache:
-    """Return the cache of the `place`-th layer of a group in a column: a view of the column's memory from that cell on."""
+    """Return the cache of a group's layer at index `place` of a column: a view of the column's memory that begins at the layer's
+    first cell."""
     block_size = size.page_format.block_size
     num_blocks = (size.num_pages - 1) * group.page_stride + (group.blocks_per_page - 1) * group.block_stride + 1
     geometry = CacheGeometry.of(spec, num_blocks, block_size)

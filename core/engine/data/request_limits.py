@@ -21,7 +21,7 @@ class CheckedRequest(NamedTuple):
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    """Complete parameters; bad words are token ids, because the engine has no tokenizer."""
+    """Complete sampling parameters. Bad words are given as token ids, because the engine has no tokenizer."""
     priority: int = 0
     """Priority of the request. Lower values run first."""
     prompt: str | None = None
@@ -96,7 +96,10 @@ class RequestLimits:
         return self.max_model_len - (output if output < self.max_model_len else 1)  # a larger output gets what is left
 
     def check_adapter(self, lora_request: object) -> None:
-        """Check that a request may name an adapter. :raises ConfigError: if it is invalid, or the engine has no adapter slots."""
+        """Check that a request may name an adapter.
+
+        :raises ConfigError: if the adapter is invalid, or the engine has no adapter slots.
+        """
         if not isinstance(lora_request, LoRARequest):
             raise ConfigError("lora_request", "a LoRARequest(name, id, path)", shown(lora_request))
         if not self.takes_adapters:
@@ -119,7 +122,10 @@ class RequestLimits:
             self.check_ids(prompt_token_ids)
 
     def check_embedded(self, prompt: EmbeddedPrompt) -> None:
-        """Check a prompt of embeddings. :raises PromptError: if the engine does not accept it, or a size or value is wrong."""
+        """Check a prompt of embeddings.
+
+        :raises PromptError: if the engine does not accept embeddings, or a size or value is wrong.
+        """
         if self.embedding_size is None:
             need = "an engine with enable_prompt_embeds=True, whose model Headway's decoder computes"
             raise PromptError("prompt_embeds", need, "another")
@@ -135,7 +141,10 @@ class RequestLimits:
                 raise PromptError(what, f"token ids from 0 to {self.vocab_size - 1}", shown(token))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check parameters against the model. :raises ConfigError: for unknown token ids, or more logprobs than max_logprobs."""
+        """Check parameters against the model.
+
+        :raises ConfigError: if the parameters contain unknown token ids, or ask for more logprobs than max_logprobs.
+        """
         bad_words = [token for word in params.bad_words_token_ids or () for token in word]
         listed = {
             "logit_bias": list(params.logit_bias or ()),

@@ -36,7 +36,10 @@ class EmbeddedPrompt(list[int]):
 
     @classmethod
     def of(cls, given: object) -> EmbeddedPrompt:
-        """Return a prompt from rows [num_tokens, hidden_size], or a batch of one. :raises PromptError: if `given` is neither."""
+        """Return a prompt from embedding rows [num_tokens, hidden_size], or from a batch that contains one such prompt.
+
+        :raises PromptError: if `given` is neither.
+        """
         if not isinstance(given, Tensor) or given.is_nested:
             got = "a nested tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise PromptError("prompt_embeds", "a torch.Tensor [num_tokens, hidden_size]", got)
@@ -105,9 +108,9 @@ class Sequence:
     """The engine's record of one completion.
 
     The keys and values of the first `num_computed` tokens are in the pages of `tables`, or will be once the launched steps have
-    run. These steps sample `num_pending` tokens after `token_ids`, which the device knows before the host does.
+    run. The launched steps sample `num_pending` tokens after `token_ids`, which the device knows before the host does.
 
-    While the sequence is a member of a `DecodeBatch`, the batch counts its steps; see `join`.
+    While the sequence is a member of a `DecodeBatch`, the batch counts the sequence's steps; see `join`.
     """
 
     index: int
@@ -146,7 +149,8 @@ class Sequence:
     adapter_slot: int = NO_ADAPTER
     """Adapter slot while the sequence runs."""
     prefix_root: bytes
-    """Parent digest of the sequence's first block: distinguishes equal token ids whose keys differ."""
+    """Parent digest of the sequence's first block. It distinguishes sequences with equal token ids but different keys, because of
+    an adapter or embedding rows."""
     num_passed: int = 0
     """Number of sequences with other adapters that overtook this one while it waited for an adapter slot."""
 
@@ -162,7 +166,7 @@ class Sequence:
     capacity: int = 0
     """Number of tokens that fit in the sequence's pages, in every group."""
     next_boundary: int = 0
-    """Number of known tokens at which a page can be published or freed."""
+    """Number of known tokens at which the next page can be published or freed."""
     prefix_copies: list[PrefixCopy]
     """Copies that the next step must make first. The sequence references the source pages until the copies are launched."""
     table_changes: list[TableChange]
@@ -176,7 +180,8 @@ class Sequence:
     restored_from: int | None = None
     """Slot of the checkpoint that the next step must first copy to the row."""
     held_state: int | None = None
-    """Slot of a checkpoint that was reserved before the sequence got a row. It must not be overwritten until the step."""
+    """Slot of a checkpoint that was reserved before the sequence got a row. The slot must not be overwritten before the step that
+    starts from it is launched."""
     junction: int = 0
     """Number of tokens after which the prompt diverges from a cached prompt: a state is worth saving at this position."""
     checkpoints: list[Checkpoint]
@@ -240,7 +245,7 @@ class Sequence:
 
     @property
     def newest_at(self) -> int:
-        """Position of the last sampled token that the executor stores for this row. -1 if there is none."""
+        """Position of the last sampled token that the executor stores for the sequence's row. -1 if there is none."""
         return self._newest_at + self._steps.num_steps
 
     @newest_at.setter
@@ -249,7 +254,8 @@ class Sequence:
         self._newest_at = position
 
     def join(self, steps: StepCount) -> None:
-        """Join the decode batch that counts these steps, with one token to compute: the newest, which the executor stores."""
+        """Join the decode batch whose steps are counted by `steps`. The sequence must have one token to compute: the newest,
+        which the executor stores."""
         assert self.continues()
         assert self.newest_at == self.num_computed
         self._num_computed -= steps.num_steps
@@ -277,7 +283,8 @@ class Sequence:
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 
     def num_drafts(self, budget: int) -> int:
-        """Return the number of drafts to verify after the newest token, which the host must know. budget: token budget left."""
+        """Return the number of draft tokens to verify after the newest token, or 0 if the host does not know the newest token
+        yet. budget: number of tokens left in the step's token budget."""
         if self.num_pending or self.num_to_compute != 1:
             return 0
         return max(min(len(self.draft_token_ids), MAX_DRAFT_TOKENS, budget, self.max_len - self.num_tokens - 1), 0)

@@ -98,7 +98,7 @@ class StateMemory:
 
     caches: Sequence[StateCache]
     stacks: Sequence[Tensor]
-    """[layers, num_slots, ...]: the allocations."""
+    """[layers, num_slots, ...] each: the allocations, of which the tensors of `caches` are views."""
     slots: StateSlots
 
     @classmethod
@@ -121,7 +121,7 @@ class StateMemory:
         return cls(caches, stacks, slots)
 
     def views(self) -> list[Tensor]:
-        """Return the memory as views uint8 [layers, num_slots, bytes], one row per slot, as in `page_memory`."""
+        """Return uint8 views [layers, num_slots, bytes] of the memory, with one row per slot, as `page_memory` does for pages."""
         return [stack.view(len(stack), self.slots.num_slots, -1).view(torch.uint8) for stack in self.stacks]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -26,11 +26,11 @@ class LaunchFacts:
     piecewise: bool = False
     """True if the step replays several graphs and launches attention between them (piecewise CUDA graphs)."""
     no_graph: str = ""
-    """Reason why the step is not one CUDA graph. Empty if it is, or if graphs are off."""
+    """Reason why the step is not one CUDA graph. Empty if the step is one graph, or if graphs are off."""
     compiled: tuple[str, ...] = ()
     """Names of the kernels that were compiled for the step."""
     after_model: tuple[str, ...] = ()
-    """Request features that ran after the model or its graph, launched kernel by kernel."""
+    """Request features whose kernels were launched one by one after the model or its graph."""
     waited_for: tuple[str, ...] = ()
     """Request features that need the previous step's tokens on the host, for which launching waited."""
     wait_seconds: float = 0.0
@@ -94,7 +94,7 @@ class EngineStats:
     host_seconds: float = 0.0
     """Seconds spent on scheduling, launching and reading steps, excluding waits for the device."""
     schedule_seconds: float = 0.0
-    """Part of `host_seconds` for scheduling, proposing drafts included."""
+    """Part of `host_seconds` for scheduling, including the proposal of drafts."""
     prepare_seconds: float = 0.0
     """Part of `host_seconds` for turning scheduled steps into plain data."""
     launch_seconds: float = 0.0
@@ -102,13 +102,13 @@ class EngineStats:
     read_seconds: float = 0.0
     """Part of `host_seconds` for processing sampled tokens."""
     output_seconds: float = 0.0
-    """Seconds, not in `host_seconds`, for turning deltas into texts and request outputs."""
+    """Seconds spent on turning deltas into texts and request outputs. They are not part of `host_seconds`."""
     wait_seconds: float = 0.0
     """Seconds for which the host was blocked on the device."""
     steps_by_backend: Counter[str] = field(default_factory=Counter)
     """Number of steps in which each backend ran a phase."""
     steps_by_phase: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of steps, by phase and backend. If several backends run parts of a phase, the first backend counts."""
+    """Number of steps, by phase and backend. If several backends run parts of a phase, the step counts for the first backend."""
     steps_without_graph: Counter[str] = field(default_factory=Counter)
     """Number of steps launched kernel by kernel although CUDA graphs are on, by reason."""
     steps_in_pieces: Counter[str] = field(default_factory=Counter)
@@ -118,7 +118,7 @@ class EngineStats:
     steps_after_model: Counter[str] = field(default_factory=Counter)
     """Number of steps whose tokens were chosen after the model or its graph, kernel by kernel, by request feature."""
     steps_by_tokens: Counter[int] = field(default_factory=Counter)
-    """Number of steps, by the bit length n of the step's number of tokens: 2^(n-1) to 2^n - 1 tokens."""
+    """Number of steps, keyed by the bit length n of the number of tokens in the step: 2^(n-1) to 2^n - 1 tokens."""
     steps_waiting: Counter[str] = field(default_factory=Counter)
     """Number of steps that sampled only after the host had read the previous step, by request feature."""
     rows_gathered: int = 0
@@ -228,7 +228,7 @@ def no_ranges(part: str) -> None:
 
 
 class ProfilerRanges:
-    """Reports the parts of a step as ranges "headway.NAME" to torch's profiler, and on a CUDA device through NVTX."""
+    """Reports the parts of a step as ranges "headway.NAME" to torch's profiler and, on a CUDA device, also through NVTX."""
 
     def __init__(self, device: torch.device) -> None:
         self._nvtx = device.type == "cuda"
@@ -262,7 +262,7 @@ class StepClock:
         self._waited_before = 0.0
 
     def begin_step(self) -> None:
-        """Begin a step. The time of a part that an interrupt ended is not counted."""
+        """Begin a step. If an interrupt ended the previous step within a part, the time of that part is not counted."""
         self._part = ""
         self._entered = self._now()
         self._began = self._entered
@@ -278,7 +278,8 @@ class StepClock:
         return now
 
     def leave(self) -> float:
-        """End the current part, count its seconds, and return the time. Waits counted by `EngineStats.count` are excluded."""
+        """End the current part, add the seconds of all parts to the counters, and return the current time in seconds. Waits
+        counted by `EngineStats.count` are excluded from the launch time."""
         now, seconds, stats = self.enter(""), self._seconds, self._stats
         stats.schedule_seconds += seconds["schedule"]
         stats.prepare_seconds += seconds["prepare"]

@@ -24,9 +24,9 @@ class DecodeBatch:
     """The sequences that decode one token in every step, as arrays that advance for all members at once (after vLLM's persistent
     batch).
 
-    A member has one token to compute, the last one that the executor sampled, and no drafts. `Sequence.num_computed` and what
-    depends on it count the batch's steps, so a member can be read like any other sequence. Remove a member before changing
-    anything but its pages.
+    A member has one token to compute, the last one that the executor sampled, and no drafts. `Sequence.num_computed` and the
+    properties that depend on it include the batch's steps, so a member can be read like any other sequence. Remove a member
+    before changing anything but its pages.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class DecodeBatch:
         """int32 [3, members]: `row`, `state_index` and `adapter_slot`, constant during plain decode. Never changed in place."""
         self._steps = StepCount()
         self._counts: NDArray[numpy.int64] = _NO_MEMBERS.astype(numpy.int64)
-        """int64 [3, members]: computed tokens minus counted steps; number of steps after which the pages are full or the last
-        token is pending; number of steps after which a page may be published or freed."""
+        """int64 [3, members]. Row 0: number of computed tokens minus number of counted steps. Row 1: number of steps after which
+        the pages are full or the last token is pending. Row 2: number of steps after which a page may be published or freed."""
         self._changed: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class DecodeBatch:
         return places
 
     def renew(self, place: int) -> None:
-        """Update the counts of the member at this index, which got pages."""
+        """Update the counts of the member at index `place` after it got new pages."""
         seq = self.members[place]
         self._counts[1, place] = seq.lasts_until - self._counts[0, place]
         self._changed.append(seq)
@@ -139,7 +139,8 @@ class ScheduledStep:
     """A step: individually scheduled sequences, then the members of the decode batch."""
 
     def __init__(self, individual: list[ScheduledSequence], batch: DecodeBatch | None) -> None:
-        """individual: prefill and extend first. batch: its current members are in the step; it advances before the step runs."""
+        """individual: individually scheduled sequences, prefill and extend first. batch: decode batch whose current members are
+        in the step. The batch advances before the step runs."""
         self.individual = individual
         self.members: list[Sequence] = [] if batch is None else batch.members
         places = _NO_MEMBERS if batch is None else batch.places
@@ -182,7 +183,7 @@ class StartedRow(NamedTuple):
     params: SamplingParams
     seed: int
     token_ids: tuple[int, ...] = ()
-    """Prompt and output tokens that the host knows, if sampling needs them (`row_needs.OF_TOKENS`)."""
+    """Prompt and output tokens that the host knows, if sampling needs them (`sampler.OF_TOKENS`)."""
     num_prompt_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Stop tokens that min_tokens suppresses."""
@@ -208,7 +209,8 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInput:
-    """Complete input of a step for the executor. Row changes and copies come first; all copies read before any copy writes."""
+    """Complete input of a step for the executor. Row changes and copies take effect before the step runs. All copies read their
+    sources before any copy writes."""
 
     rows: NDArray[numpy.int32]
     """int32 [num_seqs]: row of each sequence in the executor's buffers. Prefill and extend come first."""
@@ -223,20 +225,21 @@ class StepInput:
     token_ids: NDArray[numpy.int64]
     """int64 [num_tokens]: new tokens of all sequences, concatenated. NEWEST if the token is on the device."""
     continues: bool
-    """True if every sequence has one new token, the last sampled one: the step of a captured decode graph."""
+    """True if every sequence has one new token, the last sampled one, as in the step of a captured decode graph."""
     verifies: bool = False
-    """True if the step verifies drafts and otherwise only decodes: the step of a captured verification graph."""
+    """True if the step verifies drafts and otherwise only decodes, as in the step of a captured verification graph."""
     started: tuple[StartedRow, ...] = ()
     new_pages: tuple[NewPages, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     state_indices: NDArray[numpy.int32] | None = None
     """int32 [num_seqs]: index of the state slot within the row. None if no layer has a state."""
     restored: tuple[tuple[int, int], ...] = ()
-    """(slot of a checkpoint, row): states to copy before the step runs."""
+    """Pairs (slot of a checkpoint, row): states to copy to rows before the step runs."""
     checkpoints: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros((0, 3), dtype=numpy.int32))
     """int32 [num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
     embedded: tuple[tuple[int, Tensor], ...] = ()
-    """(index of a new token, rows): embedding rows on the host that replace the ids of this token and the next ones."""
+    """Pairs (index of a new token, rows): embedding rows on the host that replace the ids of this token and the following
+    tokens."""
     adapters: NDArray[numpy.int32] | None = None
     """int32 [num_seqs]: adapter slot of each sequence, or NO_ADAPTER. None if no sequence uses an adapter."""
     adapter_loads: tuple[AdapterLoad, ...] = ()
@@ -294,8 +297,8 @@ class Sampled:
     """Tokens of a step, for the sequences that sample, in the step's order."""
 
     tokens: NDArray[numpy.int64]
-    """int64 [rows, drafts + 1]: accepted drafts, then the next token, NOT_A_TOKEN (NaN logits) or NO_TOKEN_LEFT (none allowed).
-    """
+    """int64 [rows, drafts + 1]: accepted drafts, then the next token. The next token is NOT_A_TOKEN if the logits are NaN, and
+    `sampler.NO_TOKEN_LEFT` if no token is allowed."""
     counts: NDArray[numpy.int64]
     """int64 [rows]: number of valid tokens; 1 without drafts."""
     extras: SampledExtras | None = None

@@ -34,7 +34,8 @@ class HostBlockTables:
         """max_blocks: number of blocks of the longest sequence."""
         shape = max_num_seqs + 1, max_blocks
         self.tables: list[NDArray[numpy.int32]] = [numpy.zeros(shape, dtype=numpy.int32) for _ in groups]
-        """int32 [rows, blocks] per cache group, with stale entries beyond a row's blocks. The last row is padding and zero."""
+        """int32 [rows, blocks] per cache group, with stale entries beyond a row's blocks. The last row is padding and contains
+        zeros."""
         self.num_updates = self.last_change = 0
         """Number of updates so far, and index of the last update that changed a table."""
         self.updated: NDArray[numpy.int64] = numpy.zeros(max_num_seqs + 1, dtype=numpy.int64)
@@ -130,7 +131,8 @@ GroupMetadata = AttentionMetadata | Sequence[AttentionMetadata]
 
 
 class _Part(NamedTuple):
-    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are keyed by kind of layer."""
+    """A part of a step: the tokens that one backend computes in one phase. Backends and plans have one entry per distinct layer
+    spec."""
 
     phase: Phase
     tokens: slice
@@ -141,8 +143,8 @@ class _Part(NamedTuple):
 class PagedAttention:
     """Caches and backends of all layers in one model. `begin` sets a step up, then each layer is called once.
 
-    Layers with equal specs share one plan. If the backend sets `Capabilities.shares_plans`, all layers of a kind do. So planning
-    runs once per step, not per layer.
+    Layers with equal specs share one plan. If the backend sets `Capabilities.shares_plans`, all layers of a kind share one plan.
+    Planning thus runs once per step, not once per layer.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class PagedAttention:
         backends: Backends,
         plan: Callable[[AttentionSpec, AttentionMetadata, Backends], Plan],
     ) -> Plans:
-        """Return the plans of all layers. views: metadata for each distinct spec. plan: makes one plan."""
+        """Return the plans of all layers. views: metadata for each distinct spec. plan: function that makes one plan."""
         plans: Plans = {}
         for number, (spec, first, view) in enumerate(zip(self._kinds, self._alike, views, strict=True)):
             if first < number and backends[self.layers.in_phase(spec, view.phase)].capabilities.shares_plans:
@@ -257,7 +259,7 @@ class PagedAttention:
         return [metadata[group] for group in self.groups]
 
     def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
-        """Set the slots and the writers of a step's k and v. Returns the metadata per kind of layer."""
+        """Set the slots and the writers of a step's k and v. Returns the metadata for each distinct spec."""
         step = self._views(metadata)
         self._slots = [each.slot_mapping for each in step]
         self._decode_writes = self._writing(step[0], decode) if step else []
@@ -268,7 +270,8 @@ class PagedAttention:
         return _Part(phase, tokens, serving, [plans[spec] for spec in self._kinds])
 
     def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
-        """Return, per kind of layer, whether the backend writes k and v. Only a decode of one token per sequence allows that."""
+        """Return, for each distinct spec, whether the backend writes k and v. It can do so only in a decode of one token per
+        sequence."""
         plain = not metadata.num_prefills and metadata.max_query_len == 1
         return [plain and decode[spec].decode_writes for spec in self._kinds]
 
@@ -281,8 +284,8 @@ class PagedAttention:
 
     @property
     def step_kind(self) -> Hashable | None:
-        """Backends of the current step if it is a decode of one token per sequence, else None. Steps with equal backends differ
-        only in their plans. See `core.contract.model.WatchedAttention`."""
+        """Key of the current step's backends if the step is a decode of one token per sequence and its backends write k and v,
+        else None. Steps with equal keys differ only in their plans. See `core.contract.model.WatchedAttention`."""
         if len(self._parts) != 1 or self._parts[0].phase is not Phase.DECODE or not all(self._decode_writes) or self.debug:
             return None
         return self._handle, *map(id, self._parts[0].backends)
@@ -337,7 +340,7 @@ class PagedAttention:
             self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
 
     def _look_for_nan(self, layer: int, where: str, *tensors: Tensor) -> None:
-        """Record the source of a step's first NaN. Waits for the device."""
+        """Record these tensors as the source of the step's first NaN if they contain one. The check waits for the device."""
         if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
             self.first_nan = f"the first came from {where} attention layer {layer}"
 

@@ -95,7 +95,8 @@ class CudaGraphRecorder:
 
 @contextmanager
 def capturing(what: str) -> Iterator[None]:
-    """Convert a RuntimeError raised inside to a BackendError that names `what` and an option. Headway's errors are passed on."""
+    """Convert a RuntimeError raised in the context to a BackendError that names `what` and the option to disable CUDA graphs.
+    Headway's errors are passed on."""
     try:
         yield
     except (HeadwayError, torch.OutOfMemoryError):
@@ -105,7 +106,7 @@ def capturing(what: str) -> Iterator[None]:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that does not own it, so that later recordings may reuse the memory."""
+    """Return a tensor over the same memory that does not own the memory, so that later recordings may reuse it."""
     if tensor.device.type != "cuda":
         return tensor
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -157,8 +158,8 @@ class CapturedStep(ABC):
         replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups}
         nothing = AttentionBackend.plan_for_replay  # a backend with this method has nothing to update
         self._replanned = [each for each in replanned.values() if type(each[0]).plan_for_replay is not nothing]
-        """Plans that every replay updates; empty if lengths are fixed. A list, because hashing specs in a dict would be slow.
-        """
+        """Plans that every replay updates; empty if lengths are fixed. The plans are in a list, because hashing specs in a dict
+        would be slow."""
         # Compiles missing kernels, and detects missing memory while that can still be handled.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
@@ -166,7 +167,10 @@ class CapturedStep(ABC):
         self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Record the step. :raises BackendError: if a part of it cannot be captured."""
+        """Record the step.
+
+        :raises BackendError: if a part of the step cannot be captured.
+        """
         with capturing(self.description):
             self._replay = recorder.record(self.run)
             if self._step.filters:
@@ -345,10 +349,12 @@ def name_of(backends: Backends) -> str:
 
 
 class VerifyGraph(CapturedStep):
-    """A captured verification for `size` sequences with `width` query tokens each; see VerifyInputs for fewer tokens."""
+    """A captured verification for `size` sequences with `width` query tokens each; see VerifyInputs for sequences with fewer
+    tokens."""
 
     def __init__(self, step: ModelStep, inputs: VerifyInputs, size: int, width: int, backends: Backends, logits: Tensor) -> None:
-        """logits: [at least size * width, vocab_size], buffer; the graph writes its logits to the first rows."""
+        """logits: buffer [num_rows, vocab_size] with at least size * width rows. The graph writes its logits to the first
+        rows."""
         self._inputs = inputs
         self._shapes = verify_shapes(step, size, width)
         self.width = width

@@ -53,7 +53,8 @@ MAX_TOKENS = 2048
 
 
 def piecewise_sizes(max_num_tokens: int) -> list[int]:
-    """Return the token counts to capture: 8, 16, 32; then every 32 to 128, 64 to 512, 128 to 1,024, 256 to MAX_TOKENS."""
+    """Return the token counts to capture: 8, 16, then multiples of 32 up to 128, of 64 up to 512, of 128 up to 1,024, and of 256
+    up to MAX_TOKENS."""
     most = min(-(-max_num_tokens // 8) * 8, MAX_TOKENS)
     sizes = [8, 16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, MAX_TOKENS + 1, 256)]
     return sorted({*(size for size in sizes if size <= most), most})
@@ -225,14 +226,15 @@ _USUAL_LENGTH = 1024  # Sequence length for which the backend of a verification 
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture: 1, 2, 4, then every 8 to 256, every 32 to 1,024, every 128 to max_num_seqs."""
+    """Return the batch sizes to capture: 1, 2, 4, then multiples of 8 up to 256, of 32 up to 1,024, and of 128 up to
+    max_num_seqs."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, max_num_seqs + 1, 128)]
     return sorted({*(size for size in sizes if size <= max_num_seqs), max_num_seqs})
 
 
 def as_run(shape: Shape, device_type: str) -> Shape:
-    """Return the shape, marked as captured if an engine with default options replays it as a graph although tables have launch
-    times: on a GPU, one prompt of at most MAX_TOKENS tokens without other sequences."""
+    """Return the shape, marked as captured if an engine with default options replays it as a CUDA graph although tables contain
+    its launch times. This applies on a GPU to one prompt of at most MAX_TOKENS tokens without other sequences."""
     alone = shape.phase is Phase.PREFILL and shape.batch == 1 and shape.query_len <= MAX_TOKENS
     return replace(shape, captured=alone and device_type == "cuda")
 
@@ -272,9 +274,11 @@ class GraphSet:
         self._verifications.capture(max_decode_len, selector, recorder)
 
     def for_step(self, step: StepInput, prompt_logprobs: bool) -> tuple[CapturedStep | None, str]:
-        """Return the graph for a step's size and the fastest backend at its lengths; or None and the reason, equal for steps of a
-        kind.
-        prompt_logprobs: True if the step computes log-probabilities of a prompt."""
+        """Return the graph for a step's size and for the fastest backend at its lengths, or None and the reason. The reason is
+        the same text for all steps of a kind.
+
+        prompt_logprobs: True if the step computes log-probabilities of a prompt.
+        """
         if step.verifies or step.num_draft_tokens.any():
             return self._verifications.for_step(step)
         if prompt_logprobs:
@@ -287,7 +291,8 @@ class GraphSet:
 
 
 class DecodeGraphs:
-    """Graphs of one decode step each, by batch size. A step uses the smallest large enough; the remaining rows are padding.
+    """Graphs of one decode step each, by batch size. A step uses the smallest graph that is large enough; the remaining rows are
+    padding.
 
     A graph is captured at the longest context, so that a backend's grid is large enough. The lengths on the device decide what is
     computed.
@@ -300,9 +305,11 @@ class DecodeGraphs:
         self._warned = False
 
     def capture(self, sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: GraphRecorder) -> None:
-        """Capture the batch sizes, largest first, so that smaller graphs reuse larger ones' memory, and log the result.
-        candidates: returns the backends to capture for a batch size. If a backend cannot run in a graph, or memory runs out,
-            steps are launched kernel by kernel, which is logged once."""
+        """Capture the batch sizes, largest first, so that smaller graphs reuse the memory of larger ones, and log the result.
+
+        candidates: function that returns the backends to capture for a batch size. If a backend cannot run in a graph, or memory
+        runs out, steps are launched kernel by kernel, which is logged once.
+        """
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(sizes, reverse=True) if size <= most}
         inputs = DecodeInputs(self._step, [decode_shapes(self._step, max(wanted))])
@@ -354,7 +361,8 @@ class DecodeGraphs:
         )
 
     def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> tuple[DecodeGraph | None, str]:
-        """Return the graph that runs a step, or None and the reason. backends: returns the fastest at a captured batch size."""
+        """Return the graph that runs a step, or None and the reason. backends: function that returns the fastest backend for a
+        captured batch size."""
         if not step.continues:
             decodes = (step.query_lens == 1) & (step.context_lens > 0)
             return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"
@@ -378,8 +386,8 @@ class DecodeGraphs:
 class PrefillGraphs:
     """Graphs of one prompt each, by captured length. A prompt uses the shortest graph that is long enough.
 
-    A length is captured with its fastest backend. A prompt uses that graph whichever backend is fastest at its length or
-    currently selected: a replay saves more than the difference between similarly fast backends.
+    A length is captured with its fastest backend. A prompt uses this graph even if a different backend is selected, or is fastest
+    at the prompt's own length. A replay saves more time than the difference between similarly fast backends.
     """
 
     def __init__(self, step: ModelStep) -> None:
@@ -388,7 +396,7 @@ class PrefillGraphs:
         self._graphs: dict[int, PrefillGraph] = {}
 
     def capture(self, sizes: Sequence[int], backends: Callable[[int], Backends], recorder: GraphRecorder) -> None:
-        """Record prompts of these lengths, longest first. backends: returns the fastest backend for a length."""
+        """Record prompts of these lengths, longest first. backends: function that returns the fastest backend for a length."""
         started, refused, step = time.perf_counter(), set[str](), self._step
         self._sizes = sorted(size for size in set(sizes) if size <= step.max_model_len)
         if self._sizes:
@@ -419,9 +427,11 @@ class PrefillGraphs:
 
 
 class VerifyGraphs:
-    """Verification graphs by width and number of sequences. A step uses the narrowest, then smallest, that is large enough.
+    """Verification graphs by width and number of sequences. A step uses the narrowest graph that is large enough and, among
+    graphs of equal width, the smallest.
 
-    The graphs have at most MAX_VERIFIED tokens: in larger steps, every token makes the GEMMs slower, and drafts gain least.
+    The graphs have at most MAX_VERIFIED tokens: in larger steps, every token makes the GEMMs slower, and drafts save the least
+    time.
     """
 
     def __init__(self, step: ModelStep) -> None:

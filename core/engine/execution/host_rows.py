@@ -57,7 +57,8 @@ class HostResults:
         return memory, torch.cuda.Event() if self._gpu else None
 
     def reuse(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
-        """Accept pinned memory for reuse that is no longer read. Memory of a step whose result is never awaited is not reused."""
+        """Accept pinned memory for reuse by later copies. It must not be read any more. Memory of a step whose result is never
+        awaited is not reused."""
         if len(memory) == self._num_longs:
             self._free.append((memory, done))
 
@@ -73,7 +74,8 @@ class HostCopy:
         """Pinned memory that receives the tensor."""
 
     def wait(self) -> NDArray[numpy.int64]:
-        """Wait until the device has done the copy and all work queued before it, and return the tensor. May be called once."""
+        """Wait until the device has finished the copy and all work queued before it, and return the tensor. May be called only
+        once."""
         if self._done is not None:
             self._done.synchronize()
         found: NDArray[numpy.int64] = self._view.numpy().copy()
@@ -124,16 +126,20 @@ class Launched(LaunchFacts):
     """A step that this process has launched, whose tokens may not have arrived yet."""
 
     tokens: HostCopy
-    """Tokens, int64 [rows] in the order of `order`, or [rows, drafts + 2] as in `Verified`."""
+    """Sampled tokens: int64 [rows], with the rows in the order of `order`, or int64 [rows, drafts + 2] as in
+    `Verified.tokens`."""
     order: NDArray[numpy.int64] | None
-    """Index of each row among the step's sampling sequences. None means in order."""
+    """For each row of `tokens`, the index of its sequence among the step's sampling sequences. None means that the rows are in
+    the order of these sequences."""
     extras: DeviceExtras | None = None
     check: Callable[[], None] | None = None
-    """Function that raises if another rank was lost: the results are then invalid although the device reports no error."""
+    """Function that raises an error if another rank was lost. The results are then invalid, although the device reports no
+    error."""
     _sampled: Sampled | None = field(default=None, init=False)
 
     def wait(self) -> Sampled:
-        """Return the step's tokens, waiting for them. May be called again. A kernel's error is raised here at the latest."""
+        """Wait for the step's tokens and return them. May be called several times. A kernel's error is raised here at the
+        latest."""
         if self._sampled is None:
             self._sampled = self._read()
         return self._sampled
@@ -155,7 +161,7 @@ class Launched(LaunchFacts):
 
 @dataclass
 class HostRow:
-    """The part of a completion that the host has seen."""
+    """Prompt, parameters and output tokens of a completion, as far as the host has read them."""
 
     prompt: list[int]
     params: SamplingParams
@@ -190,8 +196,8 @@ class HostRows:
     def __init__(
         self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo], batch: ProcessorBatch | None = None
     ) -> None:
-        """grammars: None without a tokenizer. processors: registered processors by name. batch: the engine's own processors, or
-        None."""
+        """grammars: compiler of structured outputs, or None without a tokenizer. processors: registered processors by name.
+        batch: the engine's own processors, or None."""
         self._grammars = grammars
         self._infos = processors
         self._batch = batch
@@ -199,11 +205,15 @@ class HostRows:
         self._queue: GrammarQueue | None = None
         self._rows: dict[int, HostRow] = {}
         self._unread: list[tuple[Launched, list[tuple[int, HostRow]]]] = []
-        """Launched steps whose tokens have not been read, with the index and the row of each tracked sequence."""
+        """Launched steps whose tokens have not been read. For each tracked sequence of a step: its index among the sampling
+        sequences, and its row."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Start any work that a request needs before its first step. The future can be cancelled, or fail with GrammarError.
-        :raises ConfigError: if a logits processor is not registered, or this engine cannot compile structured outputs."""
+        """Start any work that a request needs before its first step. The returned future can be cancelled, and fails with a
+        GrammarError if the structured output cannot be compiled.
+
+        :raises ConfigError: if a logits processor is not registered, or this engine cannot compile structured outputs.
+        """
         for each in params.logits_processors or ():
             if isinstance(each, str) and each not in (ENGINE_PROCESSORS, *self._makers):
                 self._makers[each] = self._load(each)
@@ -248,11 +258,11 @@ class HostRows:
         return made_by(f"logits processor {name!r}", lambda: self._makers[name](params.extra_args or {}), "__call__")
 
     def refuse(self, started: StartedRow, why: str) -> None:
-        """Set up a row for a sequence that must end with its first token, for the reason `why`."""
+        """Set up a row for a sequence that must end at its first token. why: reason, which becomes the sequence's error."""
         self._rows[started.row] = HostRow(list(started.token_ids), started.params, error=why)
 
     def launched(self, step: Launched, rows: NDArray[numpy.int32]) -> None:
-        """Record a launched step that samples in these rows, in the step's order."""
+        """Record a launched step. rows: rows of the step's sampling sequences, in the step's order."""
         if self._rows:
             members = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
             if members:
@@ -275,9 +285,11 @@ class HostRows:
     def masks(
         self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], NDArray[numpy.int32] | None]:
-        """Return the indices of logits rows that a grammar masks, and the masks (see `GrammarCompiler.masks`).
-        rows: the executor's rows. lens: number of tokens before each new token. drafts: executor row -> drafts to verify; such a
-            row appears several times."""
+        """Return the indices of the logits rows that a grammar masks, and the masks (see `GrammarCompiler.masks`).
+
+        rows: the executor's row for each row of logits. lens: number of tokens before each new token. drafts: executor row ->
+        drafts to verify; a row with drafts appears several times in `rows`.
+        """
         which, grammars = [], []
         for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
             own = self._rows[row]

@@ -16,14 +16,16 @@ from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
 
 GATHERED_BYTES = 2**29
-"""Maximum size in bytes of the expanded keys and values of a step's contexts, in memory while one layer is computed."""
+"""Maximum size in bytes of the expanded keys and values of a step's contexts. They are in memory while one layer is computed."""
 FLOPS_PER_BYTE = 150
-"""Number of multiply-adds that take as long as moving one byte. Gathering moves bytes, attention multiplies."""
+"""Number of multiply-adds that take as long as moving one byte. It converts the bytes that gathering moves into multiply-adds of
+attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Plan of an EXTEND with gathered and expanded contexts, and the backend instance that attends to them."""
+    """Plan of an EXTEND whose contexts are gathered from the cache and expanded, with the backend instance that attends to
+    them."""
 
     backend: AttentionBackend
     plan: Plan
@@ -43,9 +45,12 @@ def attend(
     slots: Tensor,
     writes: bool,
 ) -> None:
-    """Compute attention for a part of a step. The latents are cached first, unless the backend `writes` them.
-    q: [n, num_heads, expanded head_dim]; latent: [n, 1, cached head_dim]; out: [n, num_heads, expanded v_head_dim]; slots: int64
-        [n], cache slots of the latents."""
+    """Compute attention for a part of a step. The latents are cached first, unless `writes` is True: then the backend writes
+    them.
+
+    tensors: q [n, num_heads, expanded head_dim], latent [n, 1, cached head_dim], and out [n, num_heads, expanded v_head_dim].
+    slots: int64 [n], cache slots of the latents.
+    """
     q, latent, out = tensors
     if phase is Phase.PREFILL:
         if cache.geometry.dtype != latent.dtype:  # rounded as decode will read them, so that chunk boundaries do not matter
@@ -73,10 +78,11 @@ def attend(
 
 
 def gathers(view: AttentionMetadata, cached: AttentionSpec, expanded: AttentionSpec) -> bool:
-    """Return whether an EXTEND is faster with expanded than with absorbed contexts, and the expanded contexts fit in memory.
+    """Return whether an EXTEND is faster with expanded contexts than with absorbed queries, and the expanded contexts fit in
+    memory.
 
-    Absorbed, a query-key pair costs as many multiplications as the latent has elements. Expanded, it costs fewer, after each key
-    was expanded once, so more new tokens favour expanding. The latent is as long as the absorbed value.
+    Attention over expanded keys needs fewer multiplications for each query-key pair than attention over latents. But every key
+    must first be expanded, so expanding pays only with enough new tokens. The latent has `cached.v_head_dim` elements per key.
     """
     heads, latent = expanded.num_heads, cached.v_head_dim
     elements = expanded.head_dim + expanded.v_head_dim
@@ -89,7 +95,8 @@ def gathers(view: AttentionMetadata, cached: AttentionSpec, expanded: AttentionS
 
 
 def plan_gathered(view: AttentionMetadata, backend: AttentionBackend) -> Gathered:
-    """Return the plan of a view whose sequences' blocks are contiguous in separate memory."""
+    """Return the plan of a step's view, for caches in separate memory in which the blocks of the view's sequences are
+    contiguous."""
     size = view.block_size
     counts = [-(-kv_len // size) for kv_len in view.kv_lens]
     ends = numpy.cumsum(counts)

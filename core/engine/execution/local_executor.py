@@ -54,7 +54,7 @@ log = logging.getLogger("headway")
 class AdapterStore:
     """LoRA adapters in host memory, in the format of a model's slots, keyed by digest.
 
-    On rank 0, adapters are read before their requests run. Other ranks read an adapter when a step needs it in a slot.
+    On rank 0, an adapter is read before the requests that use it run. Other ranks read an adapter when a step needs it in a slot.
     """
 
     def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
@@ -97,8 +97,10 @@ class AdapterStore:
             del self._cache[digest]
 
     def put(self, loads: Iterable[AdapterLoad]) -> None:
-        """Copy adapters into slots, before the step that needs them.
-        :raises HeadwayError: if an adapter must be read again, and this fails."""
+        """Copy adapters into slots, before the step that needs them is launched.
+
+        :raises HeadwayError: if an adapter must be read from its files again, and reading it fails.
+        """
         for slot, request, digest in loads:
             self.slots.put(slot, self.keep(request, digest=digest))
         if self._follows:
@@ -106,13 +108,14 @@ class AdapterStore:
 
 
 _MOST_ROUNDS = 3
-"""Maximum number of warm-up rounds. Usually the second round compiles nothing, but a kernel that is compiled in every step
-would otherwise keep the warm-up from ending."""
+"""Maximum number of warm-up rounds. Usually the second round compiles nothing. The limit ends the warm-up even if a kernel is
+compiled in every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParts:
-    """Parts from which the executor of one device is made. All ranks of an engine make it from equal values, at the same time."""
+    """Parts from which the executor of one device is made. All ranks of an engine make their executors from equal parts, at the
+    same time."""
 
     model: Model
     source: Kernels
@@ -123,7 +126,7 @@ class DeviceParts:
     sampling: SamplingOps = TORCH_SAMPLING
     """Sampling kernels. The default is torch's operations."""
     costs: Mapping[AttentionSpec, CostTable] | None = None
-    """Measured times of each distinct layer, which `auto` uses. None means the order that rank hooks propose."""
+    """Measured times of each distinct layer, which `auto` uses. None means that `auto` uses the order that rank hooks propose."""
     state_costs: Mapping[StateSpec, CostTable] | None = None
     """Measured times of each distinct layer with a state, which `auto` uses."""
     compile_ahead: CompileAhead | None = None
@@ -141,7 +144,9 @@ class LocalExecutor:
 
     def __init__(self, parts: DeviceParts, make_mover: MakePageMover | None = None) -> None:
         """make_mover: function that makes the page mover for offloading, or None.
-        :raises HeadwayError: if options conflict; the message says how to fix this."""
+
+        :raises HeadwayError: if options conflict. The message says how to resolve the conflict.
+        """
         model = parts.model
         layers = parts.layers
         config = parts.config
@@ -194,9 +199,9 @@ class LocalExecutor:
         _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
-        """Compile what requests may need, and capture CUDA graphs if the device and the options allow it.
+        """Compile all kernels that requests may need, and capture CUDA graphs if the device and the options allow it.
 
-        The engine is then ready. recorder: recorder to use instead of CUDA graphs, on any device.
+        The engine is ready afterwards. recorder: recorder to use for the graphs instead of CUDA graphs, on any device.
         """
         config, watch = self._parts.config, CompilationWatch()
         if self._parts.compile_ahead is not None:
@@ -222,9 +227,11 @@ class LocalExecutor:
     def sleep(self, lost: Sequence[Tensor]) -> None:
         """Free the memory of weights and cache between two steps. No step may be launched until both are awake.
 
-        Graphs contain addresses of both, and are captured again after waking. lost: weights that are zero after waking, and must
-        be loaded again. All other weights are saved in host memory.
-        :raises ConfigError: if this executor cannot sleep."""
+        CUDA graphs contain addresses of weights and cache, so they are captured again after waking. lost: weights that are zero
+        after waking and must be loaded again. All other weights are saved in host memory.
+
+        :raises ConfigError: if this executor cannot sleep.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._runner.release_graphs()
@@ -238,7 +245,7 @@ class LocalExecutor:
             torch.cuda.empty_cache()
 
     def wake(self, part: str) -> None:
-        """Allocate the memory of WEIGHTS or CACHE again. The cache is empty then."""
+        """Allocate the memory of WEIGHTS or CACHE again. The cache is empty after waking."""
         self._released.pop(part).restore()
         if part == WEIGHTS and (adapters := adapters_of(self._parts.model)) is not None:
             adapters.arrange()
@@ -257,9 +264,9 @@ class LocalExecutor:
         log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
-        """Call a function in every step with the sampling rows, int32 [rows], and their logits, [rows, vocab_size].
+        """Set a function to call in every step with the sampling rows, int32 [rows], and their logits, [rows, vocab_size].
 
-        The next step overwrites the logits. None stops the calls.
+        The next step overwrites the logits. `look` = None stops the calls.
         """
         self._runner.observe = look
 
@@ -268,9 +275,9 @@ class LocalExecutor:
         return self._hosts.prepare(params)
 
     def launch(self, step: StepInput) -> Launched:
-        """Start a step; on a CPU it has run when this returns. Raises whatever a backend raises.
+        """Start a step. On a CPU, the step has run when this method returns. Errors of a backend are passed on.
 
-        The step's row changes take effect even if it raises.
+        The step's row changes take effect even if an error is raised.
         """
         if self.mover is not None:
             self.mover.before(step)
@@ -279,11 +286,15 @@ class LocalExecutor:
         return self._runner.launch(step)
 
     def failed(self, error: Exception) -> None:
-        """Handle the error of a step, raised at its launch or at the wait for it. If this returns, other steps may run.
-        :raises ExecutorLostError: if no other step can run."""
+        """Handle the error of a step, which was raised at the step's launch or while waiting for it. If this method returns,
+        later steps may run.
+
+        :raises ExecutorLostError: if no other step can run.
+        """
 
     def call_when_lost(self, report: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method, in any thread, when no step can run any more. With one process, it is never called."""
+        """Register a bound method, which is called in any thread when no further step can run. With one process, it is never
+        called."""
 
     def shutdown(self) -> None:
         """Stop the processes of other ranks, if any. No step may be launched afterwards."""

@@ -1,4 +1,4 @@
-"""Device memory: its fraction for the cache, the plan of the pool, and memory released while the engine sleeps."""
+"""Device memory: the amount available to the cache, the plan of the pool, and memory released while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class ReleasedMemory:
     """
 
     def __init__(self, *, stored: Iterable[Tensor] = (), lost: Iterable[Tensor] = ()) -> None:
-        """stored: tensors whose contents `restore` brings back. lost: tensors that are zero afterwards, even if in `stored`."""
+        """stored: tensors whose contents `restore` brings back. lost: tensors that are zero after `restore`, even if they are
+        also in `stored`."""
         self._released: list[_Released] = []
         empty = _storages(lost)
         for key, storage in {**_storages(stored), **empty}.items():
@@ -98,7 +99,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 @torch.inference_mode()
 def _empty_pages(storage: UntypedStorage) -> None:
-    """Set a CPU's memory to zero; on Linux, by returning its whole pages to the system."""
+    """Set a CPU storage to zero. On Linux, its whole pages are returned to the system instead of being written."""
     memory, page = _bytes_of(storage), mmap.PAGESIZE
     begin = -storage.data_ptr() % page
     length = (storage.nbytes() - begin) // page * page
@@ -124,11 +125,14 @@ def cache_memory(
     max_num_seqs: int,
     utilization: float,
 ) -> int:
-    """Return the bytes for the cache on a CUDA device, so that the process uses at most `utilization` of the device's memory.
+    """Return the number of bytes for the cache on a CUDA device, so that the process uses at most the fraction `utilization` of
+    the device's memory.
 
     The largest step runs once without attention to measure its peak memory, which is reserved together with the backends'
     workspaces.
-    :raises ConfigError: if the model exceeds this limit even without a cache."""
+
+    :raises ConfigError: if the model exceeds this limit even without a cache.
+    """
     held = _peak_bytes(model, layers, max_num_tokens, max_num_seqs)
     workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
     free, total = torch.cuda.mem_get_info(layers.device)
@@ -159,10 +163,10 @@ def _peak_bytes(model: Model, layers: LayerSpecs, max_num_tokens: int, max_num_s
 
 @torch.inference_mode()
 def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) -> None:
-    """Run a step of num_tokens tokens that samples num_seqs tokens, with the GEMMs of latent layers but without attention.
+    """Run a step of `num_tokens` tokens that samples `num_seqs` tokens, with the GEMMs of latent layers but without attention.
 
-    Sampling sorts, even if kernels filter without sorting: its 42 bytes per logit also cover penalties, masks and
-    log-probabilities, which the trial does not run.
+    The step sorts the logits for sampling even if the engine's kernels filter without sorting. The 42 bytes per logit that
+    sorting needs also cover penalties, masks and log-probabilities, which the trial does not run.
     """
     latents, states, device = latent_layers(model), state_layers(model), layers.device
 
@@ -212,8 +216,10 @@ class StatePlan:
         costs: Mapping[StateSpec, CostTable] | None,
         max_decode_len: int,
     ) -> StatePlan | None:
-        """Return the plan of a model's layers with a state, or None if it has no such layers.
-        :raises HeadwayError: if no requested backend supports the layers; the message gives every reason."""
+        """Return the plan of a model's layers with a state, or None if the model has no such layers.
+
+        :raises HeadwayError: if no requested backend supports the layers. The message gives the reason for each backend.
+        """
         layers = state_layers(model)
         if not layers:
             return None
@@ -228,7 +234,8 @@ class StatePlan:
         return sum(self.selector.selection.layout.bytes_per_slot(layer.spec) for layer in self.layers)
 
     def slots(self, config: EngineConfig, memory: int | None, pages: bool) -> StateSlots | None:
-        """Return the slots that fit in the memory that states and pages share. pages: False if no layer has keys and values."""
+        """Return the state slots that fit in the memory that states and pages share. pages: False if no layer has keys and
+        values."""
         layout, caching = self.selector.selection.layout, config.enable_prefix_caching
         return plan_slots(self.layers, layout, config.max_num_seqs, self.per_row, memory, caching, pages)
 
@@ -258,10 +265,13 @@ def plan_pool(
     config: EngineConfig,
     ranks: Ranks,
 ) -> tuple[PoolSize, int, StateSlots | None]:
-    """Return the pool size, the maximum sequence length in tokens, and the state slots, which share one memory with the pool.
+    """Return the pool size, the maximum sequence length in tokens, and the state slots. Pool and state slots share the same
+    memory.
 
     All ranks use the minimum over ranks.
-    :raises ConfigError: if memory, lengths and budgets conflict."""
+
+    :raises ConfigError: if memory, lengths and budgets conflict.
+    """
     memory = _pool_memory(model, layers, selector, states, config)
     if memory is not None:
         memory = min(gathered(ranks, [memory], layers.device)[0])
@@ -287,7 +297,7 @@ def gathered(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list
 def _pool_memory(
     model: Model, layers: LayerSpecs, selector: Selector, states: StatePlan | None, config: EngineConfig
 ) -> int | None:
-    """Return the size of the pool in bytes, or None for a CPU's default."""
+    """Return the size of the pool in bytes. None means the default size, on a CPU."""
     if config.pool_bytes is not None or layers.device.type != "cuda":
         return config.pool_bytes
     memory = cache_memory(
@@ -313,7 +323,8 @@ def _longest(config: EngineConfig, model: Model) -> int:
 
 
 _TABLE_BYTES = 1 << 30
-"""Maximum bytes of all sequences' block tables. The pool sets no limit: with windows, sequences of any length fit."""
+"""Maximum total size in bytes of all sequences' block tables. This limits the sequence length, because with sliding windows the
+pool does not."""
 
 
 def _max_model_len(config: EngineConfig, pages: PageFormat, chunk: int, memory: int | None, longest: int) -> int:

@@ -48,9 +48,9 @@ log = logging.getLogger("headway")
 class CompilationWatch:
     """Collector of the names of kernels that this process compiles from now on.
 
-    Headway's CUDA C++ kernels announce their compilations. Triton's are seen through Triton's hook, which also calls an
-    earlier hook, and only if Triton is loaded: the engine imports no kernel library. Compilations inside other libraries are not
-    seen.
+    Headway's CUDA C++ kernels report their compilations. Triton's compilations are seen through Triton's hook, if Triton is
+    loaded; a hook that was already set is still called. The engine itself imports no kernel library. Compilations inside other
+    libraries are not seen.
     """
 
     def __init__(self, report: Callable[[str], None] | None = None) -> None:
@@ -146,12 +146,14 @@ class ModelRunner:
         self.compilations: CompilationWatch | None = None
         """Collector of the names of kernels compiled during a step. None before the engine is ready."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
-        """Called in every step with the sampling rows and their logits, valid until the next step. None for nothing."""
+        """Function called in every step with the sampling rows and their logits, which are valid until the next step. None means
+        that no function is called."""
 
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
     ) -> None:
-        """Capture CUDA graphs for these batch sizes and prompt lengths. max_decode_len: maximum query tokens of a decode."""
+        """Capture CUDA graphs for these batch sizes and prompt lengths. max_decode_len: maximum number of query tokens of a
+        decode."""
         self._piecewise.capture(token_counts, recorder)
         if self._adapters is not None:
             self._adapter_piecewise.capture(token_counts, recorder)
@@ -179,12 +181,12 @@ class ModelRunner:
         self._adapter_piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks, self._adapters)
 
     def forget_tokens(self) -> None:
-        """Reset the last token of every row, after the steps of a warm-up."""
+        """Reset the last token of every row, which the steps of a warm-up have written."""
         self._newest.zero_()
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
-        """Start a step. On a CPU it has run when this returns."""
+        """Start a step. On a CPU, the step has run when this method returns."""
         if self.compilations is not None:
             self.compilations.take()  # of others in this process
         self._tables.update(step)
@@ -320,7 +322,8 @@ class ModelRunner:
         return graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
 
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
-        """Run the model over a step, piecewise or kernel by kernel. Returns hidden states of all tokens; True if piecewise."""
+        """Run the model over a step, piecewise or kernel by kernel. Return the hidden states of all tokens, and True if the step
+        ran piecewise."""
         metadata = AttentionMetadata.build_groups(
             step.query_lens,
             step.context_lens,
@@ -350,14 +353,15 @@ class ModelRunner:
             return self._model(input_ids, positions, self._attention), False
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
-        """Return the backends for a part of the step. phase: phase to use if the part is None."""
+        """Return the backends for a part of the step. phase: phase to use if `part` is None."""
         if part is None:
             return self._selector.backends_for(phase)
         shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
         return self._selector.backends_of(shape)
 
     def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
-        """Return token ids and positions [num_tokens] on the device; tokens that the host has not seen come from `_newest`."""
+        """Return token ids and positions, [num_tokens] each, on the device. Tokens that the host has not read come from
+        `_newest`."""
         rows = numpy.repeat(step.rows, step.query_lens)
         numbers = numpy.empty((3, step.num_tokens), dtype=numpy.int64)
         numbers[0], numbers[1], numbers[2] = step.token_ids, positions_of(step), rows
@@ -367,7 +371,7 @@ class ModelRunner:
         return ids, positions
 
     def _draws(self, graph: CapturedStep, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
-        """Return the draws for a graph's tokens, or None if the graph can only choose the most likely tokens."""
+        """Return the draws for a graph's tokens, or None if the graph supports only greedy sampling."""
         if self._vocabulary.sampling.choose is None:
             return None
         draws = self._sampler.draws(rows, positions)

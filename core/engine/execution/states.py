@@ -23,7 +23,8 @@ from headway.core.system.logs import blame
 
 
 class StateStepPart(NamedTuple):
-    """A part of a step: the tokens that one backend computes in one phase. Its instances and plans are keyed by kind of layer."""
+    """A part of a step: the tokens that one backend computes in one phase. Backend instances and plans are keyed by kind of state
+    layer."""
 
     phase: Phase
     tokens: slice
@@ -49,7 +50,8 @@ class LayersWithState:
         _LIVE[self._handle] = self
 
     def not_captured(self, level: GraphLevel) -> str:
-        """Return the name of a backend whose `step` cannot run in a CUDA graph of this level. Empty if there is none."""
+        """Return the name of a backend whose `step` method cannot run in a CUDA graph of this level. Empty if every backend's
+        method can."""
         return next((each.name for each in self._step.values() if each.graph_level < level), "")
 
     def begin(self, metadata: StateMetadata) -> None:
@@ -77,7 +79,7 @@ class LayersWithState:
         return self._parts
 
     def resume(self, parts: list[StateStepPart]) -> None:
-        """Set up the step of `begin_graph` again, after other steps."""
+        """Set up the step that `begin_graph` planned again, after other steps have run."""
         self._parts = parts
 
     def out_channels(self, layer: int) -> int:
@@ -114,7 +116,8 @@ class LayersWithState:
         return (self._step if phase is Phase.DECODE else self._scan)[kind]
 
     def metadata_of_rows(self, lengths: AttentionMetadata, num_drafts: int) -> StateMetadata:
-        """Return the state metadata of a warm-up step in the first rows. num_drafts: maximum number of drafts per sequence."""
+        """Return the state metadata of a warm-up step whose sequences use the first rows. num_drafts: maximum number of drafts
+        per sequence."""
         first = torch.arange(lengths.num_seqs, dtype=torch.int32) * self.slots.per_row
         width = min(num_drafts, self.slots.per_row - 1) + 1
         out_slots = first[:, None] + torch.arange(width, dtype=torch.int32)
@@ -131,12 +134,14 @@ class LayersWithState:
         self.memory.copy(upload(sources, device), upload(targets, device))
 
     def slots_of(self, rows: NDArray[numpy.int32], indices: NDArray[numpy.int32] | numpy.int32) -> NDArray[numpy.int32]:
-        """Return int32 slots of the sequences' states: each row's slot at the index where the last step left the state."""
+        """Return the int32 slots of the sequences' states. indices: for each row, the index of the slot in which the last step
+        left the state."""
         slots: NDArray[numpy.int32] = rows * numpy.int32(self.slots.per_row) + indices
         return slots
 
     def slots_of_step(self, step: StepInput, width: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
-        """Return `StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step. width: more than the drafts."""
+        """Return `StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step. width: must exceed the number of
+        drafts of every sequence."""
         assert step.state_indices is not None
         slots, first = self.slots_of(step.rows, step.state_indices), self.slots_of(step.rows, numpy.int32(0))
         verifies = (step.num_draft_tokens > 0)[:, None]

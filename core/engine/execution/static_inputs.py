@@ -29,7 +29,7 @@ class ModelStep:
     attention: PagedAttention
     sampling: SamplingOps
     newest: Tensor
-    """int64 [max_num_seqs + 1]: last sampled token of each row; the last row is for padding."""
+    """int64 [max_num_seqs + 1]: last sampled token of each row. The last entry is for padding."""
     block_size: int
     max_model_len: int
     num_blocks: Sequence[int]
@@ -38,7 +38,7 @@ class ModelStep:
     adapters: ModelAdapters | None = None
     """The model's adapters, for graphs of steps with adapters. None for graphs of steps without adapters."""
     logits: Tensor | None = None
-    """[largest batch, vocab_size]: buffer; every graph writes its logits to the first rows."""
+    """[largest batch, vocab_size]: shared buffer. Every graph writes its logits to the buffer's first rows."""
 
     @property
     def filters(self) -> bool:
@@ -47,23 +47,26 @@ class ModelStep:
 
     @property
     def padding_row(self) -> int:
-        """Index of the row of `newest` for padding."""
+        """Index of the entry of `newest` that is for padding."""
         return len(self.newest) - 1
 
 
 _ALIGN = 4  # Fields and planes begin at multiples of this many elements, 16 bytes or more, as kernels may assume
 PADDING_CONTEXT = 1
-"""Number of cached tokens of a padding sequence in a verification. It reads the pool's first blocks and writes nothing."""
+"""Number of cached tokens of a padding sequence in a verification. The sequence reads the pool's first blocks and writes
+nothing."""
 
 Field = TypeVar("Field")
 _Ints = NDArray[numpy.int32]
 
 
 class StepFields(NamedTuple, Generic[Field]):
-    """Inputs of a captured step with n sequences in g cache groups. A verification has w tokens each; a prefill has t tokens."""
+    """Inputs of a captured step with n sequences in g cache groups. A verification has w query tokens per sequence, a prefill has
+    t tokens."""
 
     ids: Field
-    """int64 [n, w] or [t]. A decode reads its tokens on the device. Drafts follow tokens that the host has read."""
+    """int64 [n, w] or [t]: token ids. A decode reads its tokens from device memory instead. In a verification, the drafts follow
+    tokens that the host has read."""
     keys: Field
     """int64 [n], [n, w] or [1]: keys of the draws."""
     slots: Field
@@ -71,7 +74,7 @@ class StepFields(NamedTuple, Generic[Field]):
     rows: Field
     """int64 [n]: each sequence's row in `ModelStep.newest`."""
     recomputed: Field
-    """int64 [n], verification: number of a sequence's query tokens that are recomputed, before its new tokens."""
+    """int64 [n], verification: number of query tokens of each sequence that are recomputed. They precede the new tokens."""
     last: Field
     """int64 [1], prefill: index of the prompt's last token."""
     positions: Field
@@ -79,7 +82,7 @@ class StepFields(NamedTuple, Generic[Field]):
     scales: Field
     """float32, in the shape of `keys`: 1 / temperature of the draws. 0 means greedy sampling."""
     filters: Field
-    """float32 [4, ...], in the shape of `keys`: one `TokenFilter` each."""
+    """float32 [4, ...], the last dimensions in the shape of `keys`: one `TokenFilter` per key."""
     seq_lens: Field
     """int32 [n]: sequence lengths, new tokens included."""
     context_lens: Field
@@ -89,21 +92,24 @@ class StepFields(NamedTuple, Generic[Field]):
     states: Field
     """int32 [n], decode or verification with state layers: slot of each sequence's state. -1 for padding."""
     adapters: Field
-    """int32 [n], [n, w] or [t], if sequences may have adapters: slot of each token's adapter. NO_ADAPTER for none and padding."""
+    """int32 [n], [n, w] or [t], if sequences may have adapters: slot of each token's adapter. NO_ADAPTER for tokens without an
+    adapter and for padding."""
     out_states: Field
-    """int32 [n, w], verification with state layers: `StateMetadata.out_slots`. A decode updates each state in its slot."""
+    """int32 [n, w], verification with state layers: `StateMetadata.out_slots`. A decode updates each state in place, so it does
+    not need this field."""
 
 
 Shapes = StepFields[tuple[int, ...]]
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 _DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 6])
 _PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
-"""For each field, True if its first dimension counts planes."""
+"""For each field, True if its first dimension is split into separately aligned planes."""
 _EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
 
 
 def _spans(shapes: Shapes) -> Iterator[tuple[slice, torch.dtype, int, int, tuple[int, ...]]]:
-    """Yield for each field: span in the buffer in int32 elements, dtype, number of planes, stride of the planes, and shape."""
+    """Yield (span, dtype, number of planes, stride, shape) of each field. The span is in int32 elements of the buffer, the stride
+    between planes in elements of the dtype."""
     end = 0
     for dtype, planes, shape in zip(_DTYPES, _PLANES, shapes, strict=True):
         count = shape[0] if planes else 1
@@ -131,16 +137,16 @@ def _aligned(count: int) -> int:
 
 
 class HostInputs:
-    """Host memory from which a step's inputs are sent, as arrays in one layout at a time."""
+    """Host memory from which a step's inputs are sent, divided into arrays of one layout at a time."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
         self._shapes: Shapes | None = None
         self._layouts: dict[Shapes, tuple[StepFields[Tensor], StepFields[NDArray[Any]], Tensor]] = {}
-        """Layout -> fields, arrays and the part to send. Cached because making them takes longer than filling them."""
+        """Layout -> (fields, arrays, part of the memory to send). Cached, because making them takes longer than filling them."""
 
     def lay_out(self, shapes: Shapes) -> None:
-        """Lay the memory out as arrays of these shapes, if it is not already."""
+        """Divide the memory into arrays of these shapes, unless it already has this layout."""
         if self._shapes == shapes:
             return
         self._shapes = shapes
@@ -152,7 +158,8 @@ class HostInputs:
 
 
 class StaticInputs:
-    """One device buffer for the inputs of one kind of graph, and two pinned host buffers: one is sent, the other filled."""
+    """Device buffer for the inputs of one kind of graph, and two pinned host buffers: one is filled while the other is being
+    sent."""
 
     def __init__(self, step: ModelStep, shapes: Iterable[Shapes]) -> None:
         device, length = step.newest.device, max(map(_length, shapes))
@@ -166,7 +173,7 @@ class StaticInputs:
         return _views(self.buffer, shapes)
 
     def _next(self, shapes: Shapes) -> HostInputs:
-        """Return the unused host buffer: a step's copy is done before the step after next is launched."""
+        """Return the host buffer that is not in use. A step's copy is done before the second step after it is launched."""
         self._host.reverse()
         self._host[0].lay_out(shapes)
         return self._host[0]
@@ -178,7 +185,8 @@ class StaticInputs:
 
 
 def decode_shapes(step: ModelStep, size: int, *width: int) -> Shapes:
-    """Return the layout of a decode of `size` sequences. width: query tokens per sequence, in a verification."""
+    """Return the layout of a decode of `size` sequences. width: number of query tokens per sequence, given only for a
+    verification."""
     groups, tokens = len(step.num_blocks), (size, *width)
     return _EMPTY._replace(
         keys=tokens,
@@ -209,7 +217,8 @@ class DecodeInputs(StaticInputs):
     ) -> StepFields[Tensor]:
         """Send a step to the device. Returns its fields in host memory.
 
-        rows, positions, states, adapters: int32 [num_seqs]. Other rows are padding: length 0, slots -1, the padding row's token.
+        rows, positions, states, adapters: int32 [num_seqs]. The remaining sequences of the layout are padding, with length 0,
+        slots of -1 and the token of the padding row.
         """
         host, count = self._next(shapes), len(rows)
         to = host.arrays
@@ -285,17 +294,17 @@ def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
 class VerifyInputs(StaticInputs):
     """Inputs of steps that verify drafts.
 
-    A sequence with fewer query tokens than the layout's width is padded *before* its new tokens: cached tokens are recomputed,
-    and the results are neither stored nor read. So lengths stay exact, no position is past a sequence's end, and no foreign key
-    is read. A sequence needs at least as many tokens as the width. Layers with a state skip the recomputed tokens:
-    `StateMetadata.recomputed`.
+    A sequence with fewer query tokens than the layout's width is padded *before* its new tokens: some cached tokens are
+    recomputed, and their results are neither stored nor read. Lengths thus stay exact, no position is past a sequence's end, and
+    no other sequence's key is read. A sequence needs at least as many tokens as the width. Layers with a state skip the
+    recomputed tokens; see `StateMetadata.recomputed`.
     """
 
     def fill(
         self, shapes: Shapes, step: StepInput, rows: _Ints, positions: _Ints, tables: HostBlockTables, draws: Draws | None
     ) -> StepFields[Tensor]:
-        """Send a step to the device. Returns its fields in host memory. rows, positions: int32 [num_tokens]. draws: None is
-        greedy."""
+        """Send a step to the device. Returns its fields in host memory. rows, positions: int32 [num_tokens]. draws: None means
+        greedy sampling."""
         assert step.token_ids.min() >= 0, "drafts follow tokens that have been read"
         host, count, (size, width) = self._next(shapes), step.num_seqs, shapes.ids
         to = host.arrays
@@ -338,6 +347,6 @@ class VerifyInputs(StaticInputs):
 
 
 def new_tokens(step: StepInput, width: int) -> NDArray[numpy.bool_]:
-    """Return bool [num_seqs, width]: True for the step's new tokens among the query tokens of a verification."""
+    """Return bool [num_seqs, width], True for those query tokens of a verification that are new tokens of the step."""
     new: NDArray[numpy.bool_] = numpy.arange(width) >= width - step.query_lens[:, None]
     return new

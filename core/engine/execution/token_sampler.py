@@ -48,7 +48,8 @@ def positions_of(step: StepInput) -> NDArray[numpy.int64]:
 
 
 def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
-    """Return int64 indices of new tokens whose logits are sampled: the last of a sampling sequence, and one more per draft."""
+    """Return the int64 indices of the new tokens whose logits are sampled: the last new token of each sampling sequence or, with
+    k drafts, its last k + 1 new tokens."""
     counts = numpy.where(step.samples, step.num_draft_tokens + 1, 0)
     ends = numpy.cumsum(step.query_lens, dtype=numpy.int64)
     if not step.num_draft_tokens.any():
@@ -59,7 +60,7 @@ def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
 
 
 def sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
-    """Return the row and the position of every sampled token, int32 each."""
+    """Return int32 arrays with the row and the position of every sampled token."""
     indices = logit_indices(step)
     if len(indices) == step.num_tokens == step.num_seqs:
         return step.rows, step.context_lens + 1
@@ -68,7 +69,7 @@ def sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int
 
 
 def drafts_by_row(step: StepInput) -> dict[int, list[int]]:
-    """Return row -> draft tokens of the row that a step verifies."""
+    """Return a map from row to the draft tokens of the row that a step verifies."""
     ends, counts = numpy.cumsum(step.query_lens), step.num_draft_tokens
     return {
         int(step.rows[index]): step.token_ids[ends[index] - counts[index] : ends[index]].tolist()
@@ -79,7 +80,7 @@ def drafts_by_row(step: StepInput) -> dict[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The sampled tokens of a step on the device, and how they were chosen."""
+    """The sampled tokens of a step on the device, and information on how they were sampled."""
 
     tokens: Tensor
     """int64 [rows of logits]: the sampled tokens."""
@@ -100,9 +101,10 @@ class Chosen:
 class TokenSampler:
     """Sampler that applies each row's sampling parameters.
 
-    Work that depends only on a row's parameters and on tokens known to the device is done on the device, so a step is launched
-    before the previous one is read. A grammar or a logits processor must see the previous token: the host waits for it between
-    the launch of the model and that of the sampler, while the device computes the model.
+    Work that depends only on a row's parameters and on tokens known to the device is done on the device, so a step can be
+    launched before the previous step's tokens are read. A grammar or a logits processor must see the previous token. The host
+    then waits for this token after it has launched the model, while the device computes the model, and launches the sampler
+    afterwards.
 
     With several ranks, every rank samples from the same values: seeds and positions are equal, and `vocabulary` gathers the
     shards of the logits. Grammars and logits processors run only on rank 0. In steps that need them, other ranks use rank 0's
@@ -136,7 +138,7 @@ class TokenSampler:
 
     @property
     def _follows(self) -> bool:
-        """True if rank 0 is another process, which has the grammars and logits processors."""
+        """True if grammars and logits processors run in a different process, on rank 0."""
         return self._ranks.rank > 0
 
     def update(self, started: Sequence[StartedRow]) -> None:
@@ -165,7 +167,8 @@ class TokenSampler:
             self._hosts.start(each, bool(need & ON_HOST))
 
     def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
-        """Return the draws for a graph at these positions. A row whose logits change after the graph is greedy, at lower cost."""
+        """Return the draws for a graph at these positions. If a row's logits are changed after the graph, its draw is greedy,
+        which costs less."""
         scales, filters = self._scales[rows], None
         needs = self._needs_at(rows, positions)
         if needs.any():
@@ -179,11 +182,11 @@ class TokenSampler:
         return Draws(scales, self._keys(rows, positions) if drawn else numpy.zeros(len(rows), dtype=numpy.int64), filters)
 
     def plain(self, rows: NDArray[numpy.int32]) -> bool:
-        """Return whether tokens of these rows are only drawn from the logits, without any other processing."""
+        """Return whether tokens of these rows are drawn from the logits without any other processing."""
         return not (self._needs[rows] & ~self._served).any()
 
     def _needs_at(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
-        """Return the needs (see `row_needs`) of rows for the tokens at these positions."""
+        """Return int32 [rows]: the `Need` flags of rows when tokens at these positions are sampled."""
         needs = self._needs[rows]
         if needs.any():
             needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
@@ -212,8 +215,11 @@ class TokenSampler:
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Chosen:
         """Choose a token for each row of logits, [rows, vocab_size] or a rank's shard of it.
-        rows, positions: the row of each sequence, and the position of the new token in it. best: tokens that a graph has chosen,
-        with `draws` if drawn, else greedily. drafts: row -> drafts to verify; such a row appears several times in the logits."""
+
+        rows, positions: the executor's row and the position of each new token. best: tokens that a graph has chosen, or None.
+        drawn: True if the graph used `draws`, False if it sampled greedily. drafts: row -> drafts to verify; a row with drafts
+        appears several times in the logits.
+        """
         needs = self._needs_at(rows, positions) & ~self._served
         tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best=best)
         if not needs.any():
@@ -244,7 +250,7 @@ class TokenSampler:
         )
 
     def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
-        """Return the changed logits, the seconds for which the host waited, and error texts by row of logits."""
+        """Return the changed logits, the seconds for which the host waited, and a map from row of logits to error text."""
         hosted = shaped.having(ON_HOST)
         if not len(hosted) or self._follows:
             return self._shaper.shape(logits, shaped, None, None), 0.0, {}
@@ -266,7 +272,7 @@ class TokenSampler:
         return self._shaper.shape(logits, shaped, bits, process), waited, errors
 
     def _choose(self, changed: Tensor, tokens: Tensor, shaped: Shaped) -> Tensor:
-        """Return the tokens, with new choices for rows whose logits have changed."""
+        """Return the tokens, with newly sampled tokens for rows whose logits have changed."""
         scales = (self._scales[shaped.rows] > 0).astype(numpy.float32)  # the logits are divided by the temperature already
         filters = self._filters[:, shaped.rows] if self._served else None
         if filters is not None and filters[0].any():
@@ -326,7 +332,8 @@ class PromptScorer:
         return bool(self._prompts) and any(self._parts(step))
 
     def _parts(self, step: StepInput) -> list[tuple[int, int, int, int]]:
-        """Return prompt parts to score: (sequence in the step, index of its first new token, its position, tokens to score)."""
+        """Return prompt parts to score: (index of the sequence in the step, index of the part's first new token, its position,
+        number of tokens to score)."""
         parts = []
         starts = numpy.cumsum(step.query_lens) - step.query_lens
         for index, row in enumerate(step.rows.tolist()):
@@ -338,7 +345,7 @@ class PromptScorer:
         return parts
 
     def score(self, step: StepInput, hidden: Tensor) -> list[PromptScores]:
-        """Score the parts of prompts in a step. hidden: [num_tokens, hidden_size]: hidden states of all tokens of the step."""
+        """Score the parts of prompts in a step. hidden: [num_tokens, hidden_size], hidden states of all tokens of the step."""
         found = []
         for index, start, position, count in self._parts(step) if self._prompts else ():
             prompt, k = self._prompts[int(step.rows[index])]

@@ -37,16 +37,17 @@ _SAMPLED = (
     SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=1),
     SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.1),
 )
-"""Sampling parameters that exercise all sampling kernels; the sequences of a step alternate among them."""
+"""Sampling parameters that exercise all sampling kernels. The sequences of a step cycle through them."""
 _SMALL = 2048  # Number of tokens up to which GEMM kernels depend on the number; larger steps use the kernels of the largest
 _CONTEXT = 32  # Cached tokens per sequence in a whole step, where the choice of attention kernels is not tested
 
 
 class WarmUp:
-    """Runs warm-up steps through the engine's code: whole steps for the model and the sampler, and attention of one layer of each
-    kind for all shapes at which the kind's backends choose different kernels.
+    """Runs warm-up steps through the engine's code.
 
-    All sequences share the first pages of the pool, which must be empty; `run` leaves zeros in them.
+    Whole steps exercise the model and the sampler. Attention of one layer of each kind runs at all shapes for which the kind's
+    backends choose different kernels. All sequences share the first pages of the pool, which must be empty; `run` leaves zeros in
+    them.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class WarmUp:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Run all steps once, and wait for them. Errors of backends are logged; a request's step would raise the error again."""
+        """Run all steps once, and wait for them. Errors of backends are only logged, because a request's step would raise the
+        same error again."""
         self._in_flight = None
         one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
         for spec in one_of.values():  # kernels are compiled per kind of layer; first, since attention kernels take longest
@@ -121,7 +123,8 @@ class WarmUp:
                 yield self._step([width] * num_seqs, [context] * num_seqs, num_drafts=width - 1)
 
     def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0, num_drafts: int = 0) -> StepInput:
-        """Return a step of only token 0. first: index in `_SAMPLED` for the first sequence. num_drafts: drafts per sequence."""
+        """Return a step in which every token id is 0. first: index in `_SAMPLED` for the first sequence. num_drafts: drafts per
+        sequence."""
         rows = numpy.arange(len(query_lens), dtype=numpy.int32)
         ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
         return StepInput(
@@ -205,7 +208,8 @@ class WarmUp:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
 
     def _launch(self, step: StepInput) -> None:
-        """Launch a step and wait for the previous one, as the engine loop does: graphs have input memory for only two steps."""
+        """Launch a step, then wait for the previous step, as the engine loop does. Graphs have input memory for only two
+        steps."""
         try:
             launched = self._runner.launch(step)
             if self._in_flight is not None:
@@ -215,7 +219,8 @@ class WarmUp:
             self._note("step", error)
 
     def _note(self, where: str, error: Exception) -> None:
-        """Log a failure once, since no request can report it. With several ranks raise it, since the others are in the step."""
+        """Log a failure once, because no request can report it. With several ranks, raise the error instead, because the other
+        ranks are still in the step."""
         if self._ranks.size > 1:
             raise error
         if where not in self._failed:

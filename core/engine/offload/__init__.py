@@ -1,1 +1,1 @@
-"""KV cache offloading: a tier of cached pages in host memory, and one on disk."""
+"""KV cache offloading: a tier of cached pages in host memory, and a tier on disk."""

@@ -1,4 +1,4 @@
-"""Costs of offloading: time to copy over the host link, time to recompute tokens, and lost pages."""
+"""Costs of offloading: time to copy pages over the host link, and time to recompute tokens. Also counts of lost pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LATENCY = 200e-6  # Seconds of delay in addition to the copy: the host sees the
 
 @dataclass(slots=True)
 class OffloadCosts:
-    """Estimates the time to copy from link rates, and the time to recompute from measured times of prompt steps."""
+    """Estimates the time to copy pages from link rates, and the time to recompute tokens from measured times of prompt steps."""
 
     rates: LinkRates
     page_bytes: int
@@ -32,7 +32,7 @@ class OffloadCosts:
     _seconds: dict[int, float] = field(default_factory=dict)  # log2 of a step's prompt tokens, rounded -> seconds per token
 
     def note_step(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """Record the time of a step with these numbers of prompt tokens and decodes."""
+        """Record the time of a step with `num_prompt_tokens` prompt tokens and `num_decodes` decodes."""
         if num_prompt_tokens < max(_FEWEST, 4 * num_decodes):
             return
         octave, each = _octave(num_prompt_tokens), seconds / num_prompt_tokens
@@ -60,7 +60,7 @@ class OffloadCosts:
         return self.bytes_of(names) / self.rates.out
 
     def copy_back(self, names: Sequence[PageName]) -> float:
-        """Return the time until pages and states that are copied back can be used, in seconds."""
+        """Return the time, in seconds, until pages and states that are copied back to the device can be used."""
         return _LATENCY + self.bytes_of(names) / self.rates.back
 
 
@@ -69,10 +69,11 @@ def _octave(count: int) -> int:
 
 
 class PrefillTimer:
-    """Measures step times for `OffloadCosts` on the host, from the launch or, if later, the previous step's end."""
+    """Timer of steps for `OffloadCosts`, on the host. A step's time begins at its launch or at the end of the previous step,
+    whichever is later."""
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
-        """stats: counters that count every launched step. now: clock, in seconds."""
+        """stats: counters in which every launched step is counted. now: clock, in seconds."""
         self._costs = costs
         self._stats = stats
         self._now = now
@@ -81,7 +82,7 @@ class PrefillTimer:
         self._last = 0.0  # End time of the last step
 
     def launched(self, began: float) -> None:
-        """Record a step that has been launched and counted. began: time when its launch began."""
+        """Record a step that has been launched and counted. began: time at which its launch began, in seconds."""
         before = self._counted
         self._counted = (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
         self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
@@ -106,7 +107,7 @@ class OffloadFailures:
         self._logged: set[str] = set()
 
     def count(self, what: str, num_pages: int, error: Exception | None = None) -> None:
-        """Count failed pages. what: kind of failure. error: cause of the failure. The engine continues without the pages."""
+        """Count failed pages, without which the engine continues. what: kind of failure. error: cause of the failure, or None."""
         self._counts[what] += num_pages
         if error is not None and what not in self._logged:
             self._logged.add(what)

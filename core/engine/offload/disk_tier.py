@@ -1,4 +1,4 @@
-"""Pages on disk: the names of existing pages and pages to write (`DiskTier`), and the files (`DiskStore`)."""
+"""Pages on disk: names of stored pages and of pages to write (`DiskTier`), and the files that contain them (`DiskStore`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from headway.core.system.files import make_private, write_whole
 class DiskTier:
     """Names of the pages on disk, least recently used first. Every page that enters the host tier is also written to disk.
 
-    A page is written once the steps that computed it have been read without an error; its slot is locked until then. A page that
-    cannot be written, or is found damaged, is forgotten and counted.
+    A page is written once the steps that computed it have been read without an error. Until then, its slot is locked. If a page
+    cannot be written or is found damaged, it is forgotten and counted as failed.
     """
 
     def __init__(self, mover: PageMover, tier: HostTiers, stats: EngineStats, failures: OffloadFailures) -> None:
@@ -50,7 +50,7 @@ class DiskTier:
         return name in self._abandoned
 
     def keep(self, page: StoredPage) -> None:
-        """Schedule a page, which is being copied into its slot, for writing to disk."""
+        """Schedule a page for writing to disk. The page is still being copied into its host slot."""
         if not self._mover.max_stored or page.name in self._names:
             return
         tier = self._tier.of(page.name)
@@ -125,7 +125,7 @@ class DiskTier:
         self._discard(surplus)
 
     def _result(self, pending: Pending[frozenset[PageName]], names: list[PageName], what: str) -> list[PageName]:
-        """Return the names of a transfer's pages that failed, and count them under `what`."""
+        """Return the names of a transfer's pages that failed, and count them as failures of kind `what`."""
         error = None
         try:
             result = pending.result()
@@ -137,7 +137,8 @@ class DiskTier:
         return failed
 
     def _forget(self, names: list[PageName]) -> None:
-        """Forget pages that could not be written or read, and delete their files, which another attempt may have written."""
+        """Forget pages that could not be written or read, and delete their files, in case a different attempt has written
+        them."""
         for name in names:
             self._names.pop(name, None)
         self._discard(names)
@@ -178,7 +179,7 @@ class DiskStore:
     """Store of page files, in one folder per salt. Each file is written completely or not at all.
 
     A page is read only if its file was written for the same tokens by the same model. One thread does all work, in the order of
-    the calls. If a file cannot be written or read, or is invalid, only its page is lost. Each kind of fault is logged once.
+    the calls. If a file is invalid or cannot be written or read, only its page is lost. Each kind of failure is logged once.
     """
 
     def __init__(
@@ -190,8 +191,11 @@ class DiskStore:
         parts: Callable[[int], Sequence[memoryview]],
         wait_for_slot: Callable[[int], None],
     ) -> None:
-        """salt: digest of everything on which the meaning of a page's bytes depends. parts: returns a slot's memory.
-        :raises ConfigError: if the folder is unusable."""
+        """salt: digest of everything on which the meaning of a page's bytes depends. parts: function that returns a slot's
+        memory. wait_for_slot: function that waits until copies of a slot have ended.
+
+        :raises ConfigError: if the folder is unusable.
+        """
         self._folder = folder / salt
         self._parts = parts
         self._wait = wait_for_slot
@@ -271,7 +275,8 @@ class DiskStore:
 
 
 def _make_folders(folder: Path, own: Path) -> None:
-    """Make the folder of all models, and this model's private folder. :raises OSError: if this fails, or another user owns it."""
+    """Make the folder shared by all models, and this model's private folder. :raises OSError: if a folder cannot be made, or
+    belongs to another user."""
     if not folder.exists():
         make_private(folder)
     elif folder.stat().st_uid not in (os.geteuid(), 0):
@@ -298,7 +303,8 @@ def _name_of(file_name: str) -> PageName:
 
 
 def _trim(folder: Path, max_bytes: int, own: Path) -> int:
-    """Delete the least recently used pages of all models until the rest fits. Returns the size of pages outside `own`."""
+    """Delete the least recently used pages of all models until the remaining pages fit in `max_bytes`. Returns the total size in
+    bytes of pages outside `own`."""
     found = [(path.stat(), path) for path in folder.glob("*/*.page") if _NAME.fullmatch(path.name)]
     total = sum(stat.st_size for stat, _ in found)
     others = sum(stat.st_size for stat, path in found if path.parent != own)

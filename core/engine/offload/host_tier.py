@@ -49,7 +49,8 @@ class HostTier:
         return slot
 
     def put(self, name: PageName) -> int | None:
-        """Assign a slot to a name without one, evicting the least recently used name. Returns None if all names are locked."""
+        """Assign a slot to a name that has none, evicting the least recently used unlocked name if necessary. Returns None if all
+        names are locked."""
         assert name not in self._slots
         if not self._free:
             oldest = next((held for held in self._slots if held not in self._locks), None)
@@ -60,7 +61,7 @@ class HostTier:
         return slot
 
     def drop(self, name: PageName) -> None:
-        """Forget a name."""
+        """Remove a name from the tier. Its slot becomes free, or becomes free when the name is unlocked."""
         slot = self._slots.pop(name, None)
         if slot is None:
             return
@@ -75,11 +76,11 @@ class HostTier:
             self.drop(name)
 
     def lock(self, names: Iterable[PageName]) -> None:
-        """Lock each name once more."""
+        """Lock each name. A name that is locked several times must be unlocked as often."""
         self._locks.update(names)
 
     def unlock(self, names: Iterable[PageName]) -> None:
-        """Undo one `lock` of each name."""
+        """Undo one call of `lock` for each name."""
         for name in names:
             self._locks[name] -= 1
             if not self._locks[name]:
@@ -87,7 +88,7 @@ class HostTier:
                 self._free += self._orphans.pop(name, ())
 
     def check_integrity(self, idle: bool) -> None:
-        """Assert that every slot is free or has one name. idle: True to also assert that no name is locked."""
+        """Assert that every slot is either free or assigned to one name. idle: True to also assert that no name is locked."""
         orphans = [slot for slots in self._orphans.values() for slot in slots]
         slots = sorted([*self._free, *self._slots.values(), *orphans])
         assert slots == list(range(self.num_slots)), "a slot leaked or has two names"
@@ -108,16 +109,16 @@ class HostTiers:
         return len(self.pages) + len(self.states)
 
     def of(self, name: PageName) -> HostTier:
-        """Return the tier for names of this kind."""
+        """Return the tier for names of this name's kind."""
         return self.states if name[0] == STATES else self.pages
 
     @property
     def overbooked(self) -> bool:
-        """True if more names of a kind are locked than there are slots."""
+        """True if, for pages or for states, more names are locked than the tier has slots."""
         return self.pages.num_unlocked < 0 or self.states.num_unlocked < 0
 
     def have_room(self, names: Sequence[PageName]) -> bool:
-        """Return whether these names could be locked in addition to all locked names."""
+        """Return whether the tiers have enough slots to lock these names in addition to all locked names."""
         pages, states = _by_kind(names)
         return len(pages) <= self.pages.num_unlocked and len(states) <= self.states.num_unlocked
 
@@ -130,17 +131,17 @@ class HostTiers:
         return self.of(name).put(name)
 
     def drop(self, name: PageName) -> None:
-        """Forget a name."""
+        """Remove a name from its tier."""
         self.of(name).drop(name)
 
     def lock(self, names: Iterable[PageName]) -> None:
-        """Lock each name once more."""
+        """Lock each name in its tier; see `HostTier.lock`."""
         pages, states = _by_kind(names)
         self.pages.lock(pages)
         self.states.lock(states)
 
     def unlock(self, names: Iterable[PageName]) -> None:
-        """Undo one `lock` of each name."""
+        """Undo one call of `lock` for each name."""
         pages, states = _by_kind(names)
         self.pages.unlock(pages)
         self.states.unlock(states)
@@ -169,7 +170,8 @@ class HostSlots:
     """Host memory with room for one page, or one state, per slot. Pinned if a GPU copies to it."""
 
     def __init__(self, memory: Sequence[Tensor], num_slots: int) -> None:
-        """memory: from `page_memory` or `StateMemory.views`. :raises ConfigError: if the host lacks this much memory."""
+        """memory: result of `page_memory` or `StateMemory.views`. :raises ConfigError: if the host lacks memory for `num_slots`
+        slots."""
         self.num_slots = num_slots
         page_bytes = sum(view[:, 0].nbytes for view in memory)
         free = psutil.virtual_memory().available
@@ -208,7 +210,8 @@ class HostSlots:
         return [slabs[number][place].numpy().data.cast("B") for slabs in self._slabs]
 
     def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield runs of consecutive slots: index of the slab, first slot in the slab, first index into `slots`, and length."""
+        """Yield runs of consecutive slots, each as (index of the slab, first slot in the slab, first index into `slots`,
+        length)."""
         at = 0
         while at < len(slots):
             number, first = divmod(slots[at], self._per_slab)

@@ -34,14 +34,16 @@ class Offloader:
     """Saves copies of named pages in host memory, and optionally on disk, before the pool overwrites them.
 
     A free page is *dirty* if it has a name and no copy. Dirty pages are copied out, least recently freed first, once fewer than
-    `lookahead` pages could be allocated without loss, so that a step seldom waits for a copy. A dirty page that is allocated
-    earlier is copied then. A waiting sequence with a saved prefix gets pages, and waits outside the queue until the prefix is
-    restored. A preempted sequence is *swapped* in the same way: its pages stay in the pool until they are needed, are then copied
-    out, locked, and restored. Only the tokens of a partial last page are recomputed.
+    `lookahead` pages could be allocated without loss, so a step seldom waits for a copy. If a dirty page is allocated before
+    that, it is copied out at the allocation.
 
-    With state layers, a prefix is restored together with the state at its end, a checkpoint, which is copied out when the
-    device evicts it. The state of a preempted sequence cannot be rewound to the end of a page. It is copied out at once, as is
-    the last page, and the sequence continues from that state.
+    A waiting sequence with a saved prefix gets pages, and waits outside the queue until the prefix is restored. A preempted
+    sequence can be *swapped*: its pages are copied out when the pool needs them, and their copies are locked until the sequence
+    is restored. Only the tokens of a partial last page are recomputed.
+
+    With state layers, a prefix is restored together with a checkpoint, the state at the prefix's end. A checkpoint is copied out
+    when the device evicts it. The state of a preempted sequence cannot be rewound to the end of a page. So the state and the
+    partial last page are copied out at once, and the sequence continues from them.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Offloader:
             self._mark_to_store(page, group)
 
     def forgotten(self, everywhere: bool) -> None:
-        """Forget all contents; see `PageKeeper`. Pages on disk may stay, because their steps were read without an error."""
+        """Forget all contents; see `PageKeeper`. Pages on disk stay unless `everywhere` is True, because the steps that computed
+        them were read without an error."""
         self.restores.cancel_all()
         self._dirty.clear()
         self._out = {}
@@ -106,7 +109,8 @@ class Offloader:
     # Calls of the scheduler.
 
     def preempt(self, seq: Sequence) -> str:
-        """Release the pages of a sequence to preempt. Returns the method to restore its tokens: SWAP or RECOMPUTE."""
+        """Release the pages of a sequence that is being preempted. Returns SWAP or RECOMPUTE, the method by which its tokens will
+        be restored."""
         length = self._length_to_swap(seq)
         names = self._names(seq, length)
         held = [page for table in seq.tables for page in table.held]
@@ -124,7 +128,8 @@ class Offloader:
         return kind
 
     def restore(self, seq: Sequence) -> bool:
-        """Start restoring the prefix of the next queued sequence, which has no pages. Returns False if it need not wait."""
+        """Start restoring the prefix of the next queued sequence, which has no pages. Returns False if the sequence need not wait
+        for a restore."""
         if seq.tables or not (self.tier or self._disk) or seq.computes_whole_prompt or seq in self.restores.failed:
             return False
         if self._mode == RECOMPUTE and seq.num_preemptions:
@@ -165,7 +170,9 @@ class Offloader:
 
     def flush(self, idle: bool = False, wait: bool = False) -> None:
         """Start the copies that must precede the next step.
-        idle: True if no step is left to read. wait: True to wait for pages being restored."""
+
+        idle: True if all launched steps have been read. wait: True to wait for pages that are being restored.
+        """
         ready = self._blocks.num_free - len(self._dirty)
         if ready < self._lookahead:  # enough for some steps: one move of many pages costs the host less than many moves
             for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
@@ -232,14 +239,15 @@ class Offloader:
         return seq.num_computed if stands and seq.restored_from is None and seq.row is not None else 0
 
     def _swapped_length(self, seq: Sequence) -> int:
-        """Return the number of tokens to restore with a swapped sequence's state. 0 without a state, or if a part is lost."""
+        """Return the number of tokens to restore together with a swapped sequence's state. 0 if the model has no state layers, or
+        a page or the state is lost."""
         swapped = self._swapped.get(seq)
         if swapped is None or self._blocks.checkpoints is None:
             return 0
         return swapped.length if all(self._is_in_pool(name) or self._is_stored(*name) for name in swapped.names) else 0
 
     def _put_state(self, seq: Sequence, length: int) -> None:
-        """Copy out a sequence's state and its partial last pages, which no prefix lookup finds, into locked slots."""
+        """Copy out a sequence's state and its partial last pages into locked slots. No prefix lookup finds these pages."""
         store = self._blocks.checkpoints
         assert store is not None
         assert seq.row is not None
@@ -290,7 +298,8 @@ class Offloader:
             self._disk.keep(StoredPage((group, digest), index.tokens_of(page), slot))
 
     def _put(self, name: PageName, page: int) -> int | None:
-        """Copy a page, or a slot's state, out before the next step. Returns the host tier's slot, or None if no copy is made."""
+        """Schedule a page, or the state in a slot, to be copied out before the next step. Returns the host tier's slot, or None
+        if no copy is made."""
         if name in self.tier:
             return None
         slot = self.tier.put(name)

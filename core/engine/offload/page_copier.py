@@ -1,4 +1,5 @@
-"""Page copier: the `PageMover` of one process, which copies pages and states between device, host memory and a folder."""
+"""Page copier: the `PageMover` of one process, which copies pages and states between device memory, host memory and a folder on
+disk."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class _Copied(NamedTuple):
 
 
 class CopyEvents:
-    """Events of pending copies, keyed by the pages and slots that the copies read or write."""
+    """Events of pending copies, keyed by the pages and slots that each copy reads or writes."""
 
     def __init__(self) -> None:
         self._in_flight: deque[_Copied] = deque()
@@ -84,7 +85,8 @@ class CopyEvents:
         return _distinct([*map(self._of_page.get, pages), *map(self._of_slot.get, slots)])
 
     def wait_for_slot(self, slot: int) -> None:
-        """Block the host until copies into and out of a slot have ended. :raises RuntimeError: if the last copy failed."""
+        """Block the host until copies into and out of a slot have ended. :raises RuntimeError: if the last of these copies
+        failed."""
         event = self._of_slot.get(slot)
         if event is not None:
             event.synchronize()
@@ -110,10 +112,11 @@ def _distinct(events: Iterable[torch.cuda.Event | None]) -> list[torch.cuda.Even
 
 
 class Transfers:
-    """Moves pages on one side stream per direction; synchronously on a CPU. States move like pages: a device slot is a page.
+    """Moves pages on one side stream per direction, or synchronously on a CPU. States are moved like pages: a state slot of the
+    device counts as a page.
 
-    Events keep the order that `PageMover` promises: copies begin after the steps launched before them, copies that touch the same
-    page or slot run in order, and a step waits only for the copies of its new pages.
+    Events ensure the order that `PageMover` promises. Copies begin after the steps launched before them, copies that touch the
+    same page or slot run in order, and a step waits only for the copies of its new pages.
     """
 
     def __init__(self, memory: Sequence[Tensor], slots: HostSlots) -> None:
@@ -132,15 +135,17 @@ class Transfers:
         self.wait_for_slot = self._events.wait_for_slot
 
     def move_out(self, moves: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
-        """Start copying out pages, given as (page, slot). Returns the event of the end, or None if the copies are done."""
+        """Start copying out pages. moves: (page, slot) of each page. Returns an event for the end of the copies, or None if they
+        are already done."""
         return self._copy(self._out, moves, True)
 
     def move_back(self, moves: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
-        """Start copying back pages, given as (slot, page). Returns the event of the end, or None if the copies are done."""
+        """Start copying back pages. moves: (slot, page) of each page. Returns an event for the end of the copies, or None if they
+        are already done."""
         return self._copy(self._back, [(page, slot) for slot, page in moves], False)
 
     def before(self, pages: Iterable[int]) -> None:
-        """Make the next launched step wait for the copies of these pages, which it uses or overwrites."""
+        """Make the next launched step wait for the copies of these pages, which the step uses or overwrites."""
         for event in self._events.of_pages(pages):
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -173,7 +178,8 @@ class Transfers:
         return event
 
     def measure(self) -> LinkRates:
-        """Measure the link by copying pages out and back unchanged. This is done twice, because the first time is slower."""
+        """Measure the link's rates by copying pages out and back unchanged. The copies run twice, and the first, slower run is
+        ignored."""
         moves = [(number, number) for number in range(self._chunk)]
         seconds = [0.0, 0.0]
         for _ in range(2):
@@ -187,7 +193,7 @@ class Transfers:
 
 
 class _Lane:
-    """Stream of one direction (None on a CPU), and its staging memory."""
+    """Stream for one direction of copies (None on a CPU), and the stream's staging memory."""
 
     def __init__(self, pages: Sequence[Tensor], chunk: int, gpu: bool) -> None:
         self.stream = torch.cuda.Stream(pages[0].device) if gpu else None
@@ -278,7 +284,8 @@ class PageCopier:
 
 
 def _shares(num_bytes: int, size: PoolSize, states: StateSlots | None) -> tuple[int, int]:
-    """Divide host memory among pages and states in the device's ratio. :raises ConfigError: if not even one of each fits."""
+    """Divide host memory between pages and states in the same ratio as on the device. :raises ConfigError: if the memory does not
+    fit at least one page and one state."""
     page_bytes = size.page_format.page_bytes
     if states is None:
         if num_bytes < page_bytes:

@@ -24,21 +24,22 @@ class Restore:
     length: int
     """Number of tokens that the pages will contain."""
     spared: int
-    """Number of these tokens that were not in the pool, and so need not be recomputed."""
+    """Number of tokens that need not be recomputed, because the restore brings back pages that are not in the pool."""
     moves: list[tuple[int, int]]
     """(slot of the host tier, page of the pool) for each restored page."""
     states: list[tuple[int, int]]
-    """(slot of the host tier, state slot of the device) for the state, if one is restored."""
+    """[(slot of the host tier, state slot of the device)] of the restored state. Empty if no state is restored."""
     names: list[PageName]
     """Names of the restored pages and state, locked until the restore ends."""
     to_fetch: list[StoredPage]
-    """Pages to read from disk, after the step's copies, because such a copy may still write the same slot."""
+    """Pages to read from disk. The reads begin after the step's copies, because one of these copies may still use the same
+    slot."""
     fetching: Pending[frozenset[PageName]] | None = None
     """The pending disk read, if any."""
     moving: Pending[object] | None = None
     """The pending copies from host memory, which begin after the disk read."""
     followers: list[Sequence] = field(default_factory=list)
-    """Waiting sequences that need some of these pages and have no pages."""
+    """Waiting sequences without pages that need some of the restored pages."""
 
 
 class PendingRestores:
@@ -59,7 +60,8 @@ class PendingRestores:
 
     @property
     def pending(self) -> bool:
-        """True if any sequence waits here, outside the scheduler's queues."""
+        """True if any sequence waits outside the scheduler's queues for a restore, or has stopped waiting but has not been
+        returned."""
         return bool(self._restores or self._returned)
 
     @property
@@ -68,8 +70,8 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Restore pages and state `names` of a sequence's first `length` tokens. Returns False if pages or slots are lacking.
-        spared: see `Restore.spared`."""
+        """Start restoring the pages and state `names` of a sequence's first `length` tokens. Returns False if pages or slots are
+        lacking. spared: see `Restore.spared`."""
         saved = self._blocks.checkpoints
         if saved is not None and not saved.has_slot_for(self._blocks.name_of_start(seq, length)):
             self._failures.count("without a free slot for their state", len(names))
@@ -93,7 +95,8 @@ class PendingRestores:
         return True
 
     def join(self, seq: Sequence, names: list[PageName]) -> bool:
-        """Let a sequence wait for pages that are being restored for another one. Returns False if none of its pages is."""
+        """Let a sequence wait for pages that are being restored for another sequence. Returns False if none of `names` is being
+        restored."""
         wanted = set(names)
         coming = next((restore for restore in self._restores if not wanted.isdisjoint(restore.names)), None)
         if coming is not None:
@@ -101,7 +104,8 @@ class PendingRestores:
         return coming is not None
 
     def move(self, mover: PageMover) -> list[PageName]:
-        """Start copying back the pages and states that are in host memory. Returns their names."""
+        """Start copying back the pages and states of the restores whose contents are in host memory. Returns the names of these
+        pages and states."""
         begun = [each for each in self._restores if not each.to_fetch and each.fetching is None and each.moving is None]
         if not begun:
             return []
@@ -127,7 +131,8 @@ class PendingRestores:
                 self._fail(restore, "not read from disk", len(restore.to_fetch), error)
 
     def update(self, copying: Set[PageName]) -> None:
-        """Process finished reads and copies. copying: pages still being copied out, whose slots may be incomplete."""
+        """Process finished reads and copies. copying: names of pages that are still being copied out, so that their slots may be
+        incomplete."""
         for restore in list(self._restores):
             if restore.fetching is not None and restore.fetching.done():
                 if self._disk.end_fetch(restore.fetching):
@@ -156,13 +161,14 @@ class PendingRestores:
         self._end(restore)
 
     def take_returned(self) -> list[Sequence]:
-        """Return the sequences that have stopped waiting, with restored pages or, after a failure, without pages."""
+        """Return the sequences that have stopped waiting since the last call. They have restored pages or, after a failure, no
+        pages."""
         returned = self._returned
         self._returned = []
         return returned
 
     def wait(self) -> None:
-        """Wait until the oldest restore has advanced by a read or a copy; `update` then processes it."""
+        """Wait until the next read or copy of the oldest restore has ended. `update` then processes the result."""
         if self._restores and not self._returned:
             restore = self._restores[0]
             pending = restore.moving if restore.fetching is None else restore.fetching
@@ -171,14 +177,14 @@ class PendingRestores:
                 pending.result()
 
     def give_up(self) -> bool:
-        """Cancel the newest restore, because a running sequence needs its pages. Returns False if there is none."""
+        """Cancel the newest restore, because a running sequence needs its pages. Returns False if no restore is pending."""
         if not self._restores:
             return False
         self._cancel(self._restores[-1])
         return True
 
     def forget_lost(self, names: Iterable[PageName]) -> None:
-        """Cancel the restores that read slots of these lost pages."""
+        """Cancel the restores that need any of these lost pages."""
         lost = set(names)
         for restore in [restore for restore in self._restores if not lost.isdisjoint(restore.names)]:
             self._cancel(restore)
@@ -203,7 +209,8 @@ class PendingRestores:
         return slot
 
     def _fail(self, restore: Restore, what: str, num_pages: int, error: Exception) -> None:
-        """End a restore whose copies failed and would fail again if retried."""
+        """End a restore whose reads or copies failed and would fail again. what, num_pages, error: see
+        `OffloadFailures.count`."""
         self._failures.count(what, num_pages, error)
         self.failed.add(restore.seq)
         self._release(restore)

@@ -39,8 +39,10 @@ _AHEAD: Final = 1  # Unfinished steps when another one is launched, as in the en
 
 def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None], stepped: Callable[[], None]) -> None:
     """Run a rank until rank 0 closes the wire or ends.
-    wire_fd, memory_fd, wake_fd: file descriptors of the wire, the ring, and the pipe that wakes the reader.
-    ready: called when the executor is made. stepped: called after each step."""
+
+    wire_fd, memory_fd, wake_fd: file descriptors of the wire, the ring, and the pipe that wakes the reader. ready: function
+    called when the executor has been made. stepped: function called after each step.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a service manager signals rank 0 too, which ends this process
     open_closed_streams()
@@ -70,7 +72,7 @@ def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], Non
 
 
 def follow(executor: LocalExecutor, reader: RingReader, stepped: Callable[[], None]) -> None:
-    """Run the steps that arrive through the ring, forever. stepped: called after each step."""
+    """Run the steps that arrive through the ring, forever. stepped: function called after each step."""
     from headway.core.engine.ranks.rank_messages import decode
 
     launched: deque[Launched] = deque()

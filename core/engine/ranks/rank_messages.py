@@ -1,4 +1,4 @@
-"""Messages between ranks: messages of the start, and steps encoded as bytes."""
+"""Messages between ranks: messages sent while the engine starts, and steps encoded as bytes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class StartRank(NamedTuple):
     """Rank 0's first message."""
 
     make: bytes
-    """`MakeRank`, pickled separately so that the message can be read even if the `MakeRank` cannot be unpickled."""
+    """Pickled `MakeRank`. It is pickled separately, so that the message can be read even if the `MakeRank` cannot be
+    unpickled."""
     rank: int
     ring: RingSize
     port: int
@@ -128,5 +129,5 @@ class RankFailed(NamedTuple):
 
 
 def pickled(make: MakeRank) -> bytes:
-    """Pickle a maker. :raises pickle.PicklingError, AttributeError, TypeError: if it cannot be passed to another process."""
+    """Pickle a `MakeRank`. :raises pickle.PicklingError, AttributeError, TypeError: if it cannot be passed to another process."""
     return pickle.dumps(make, pickle.HIGHEST_PROTOCOL)

@@ -31,9 +31,10 @@ log = logging.getLogger("headway")
 Result = TypeVar("Result")
 
 SILENT_SECONDS: Final = 6.0
-"""Seconds without a heartbeat, or without progress while rank 0 waits, after which a rank counts as stuck."""
+"""Seconds without a heartbeat, or without progress while rank 0 is ahead, after which a rank counts as stuck."""
 START_SILENT_SECONDS: Final = 60.0
-"""Seconds without a heartbeat after which a starting rank counts as stuck: a library may hold the GIL for long."""
+"""Seconds without a heartbeat after which a starting rank counts as stuck. The limit is long, because a library may block the GIL
+for a long time."""
 _TICK: Final = 0.25  # Seconds between two checks of the heartbeats
 _GRACE: Final = 1.0  # Seconds to wait for the end of another rank, which may be the cause of a failure
 _END_SECONDS: Final = 2.0  # Seconds for a rank to exit after its wire is closed
@@ -59,10 +60,11 @@ class _Fault(NamedTuple):
 
 
 class RankWatch:
-    """Watchdog threads that receive the ranks' messages and check the heartbeats, until stopped or until a rank is lost."""
+    """Watchdog threads that receive the ranks' messages and check their heartbeats, until the ranks are stopped or a rank is
+    lost."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
-        """ranks: all except rank 0. own: rank 0's heartbeat and progress."""
+        """ranks: processes of all ranks except rank 0. own: heartbeat and progress of rank 0."""
         self._ranks = ranks
         self._own = own
         self._received: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # (rank, message), with None for the end of a rank's wire
@@ -75,18 +77,20 @@ class RankWatch:
         self.abort: Callable[[], None] | None = None
         """Function that makes rank 0's waiting collective calls fail. None before the group is made."""
         self.ready = False
-        """True once the ranks wait for steps. From then on, no rank should stay far behind rank 0 for long."""
+        """True once all ranks wait for steps. From then on, a rank that makes no progress while rank 0 is ahead counts as
+        stuck."""
         for each in ranks:
             Thread(target=self._listen, args=(each,), name=f"headway-rank-{each.rank}", daemon=True).start()
         Thread(target=self._watch, name="headway-ranks", daemon=True).start()
 
     @property
     def lost(self) -> ExecutorLostError | None:
-        """Error that says why no further step can run, or None while all ranks live. Each access makes a new object."""
+        """Error that says why no further step can run, or None while no rank is lost. Each access makes a new error object."""
         return None if self._lost is None else ExecutorLostError(self._lost)
 
     def next_message(self) -> tuple[int, Any]:
-        """Return the next message of a starting rank, waiting for it. :raises ExecutorLostError: if a rank ended or failed."""
+        """Wait for the next message of a starting rank, and return it with the rank. :raises ExecutorLostError: if a rank has
+        ended or failed."""
         found = self._messages.get()
         if found is None:
             raise self.lost or ExecutorLostError(_WAS_ENDED)
@@ -95,9 +99,11 @@ class RankWatch:
     def unless_lost(self, meet: Callable[[], Result]) -> Result:
         """Return the result of a collective call during the start.
 
-        The call runs in its own thread, which is abandoned if a rank is lost: until the group is made, nothing can interrupt a
-        library's wait for a process that has exited.
-        :raises ExecutorLostError: if a rank has ended or failed."""
+        The call runs in a separate thread, which is abandoned if a rank is lost. Until the group is made, nothing else can
+        interrupt a library's wait for a process that has exited.
+
+        :raises ExecutorLostError: if a rank has ended or failed.
+        """
         outcome: Future[Result] = Future()
 
         def run() -> None:
@@ -120,8 +126,10 @@ class RankWatch:
             callback(lost)
 
     def explain(self, error: BaseException, of_another: bool) -> ExecutorLostError:
-        """Stop the ranks after a failure of rank 0, and return the error with the first cause.
-        of_another: True if `error` means that another rank has exited."""
+        """Stop the ranks after a failure of rank 0, and return an error that names the first cause.
+
+        of_another: True if `error` means that another rank has exited.
+        """
         self._settled.wait(_GRACE + _END_SECONDS if of_another else _TICK)
         self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
         return self.lost or ExecutorLostError(_WAS_ENDED)
@@ -164,7 +172,8 @@ class RankWatch:
                 self._lose(self._reason(rank, None))
 
     def _reason(self, rank: int, message: RankFailed | None) -> _Fault:
-        """Return the fault that caused a rank's failure or exit. Waits briefly, because another rank's exit may be the cause."""
+        """Return the fault that caused a rank's failure or exit. Waits briefly for other messages, because another rank's exit
+        may be the cause."""
         noticed: dict[int, _Fault] = {}
         until = time.monotonic() + _GRACE
         while True:
@@ -226,7 +235,8 @@ class RankWatch:
 
 
 class _Silence:
-    """Time since each rank's last heartbeat, and since its last progress if rank 0 is ahead. Suspended time does not count."""
+    """Time since each rank's last heartbeat and, while rank 0 is ahead of the rank, time since its last progress. Time for which
+    this process was suspended does not count."""
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         self._ranks = ranks
@@ -262,8 +272,8 @@ class RankProcesses:
     """Ranks 1 and above of an engine whose rank 0 is in this process.
 
     The processes start and import their modules. Then rank 0 calls `join`, makes its own executor, sends the common choices with
-    `choose`, and waits for the others with `wait_ready`. All processes end if this object, this process or one of them
-    ends.
+    `choose`, and waits for the other ranks with `wait_ready`. All processes end if this object is deleted, or if this process or
+    one of them ends.
     """
 
     def __init__(self, size: int, module: str, devices: list[str], num_threads: int | None = None) -> None:
@@ -339,14 +349,16 @@ class RankProcesses:
         return ranks
 
     def choose(self, choices: object) -> None:
-        """Send the ranks the choices of rank 0."""
+        """Send rank 0's choices to the other ranks."""
         for wire in self._wires:
             with suppress(OSError):  # the rank has ended, which the watchdog reports
                 wire.send(RankChoices(choices))
 
     def wait_ready(self, facts: object) -> None:
-        """Wait until every rank is ready with equal `facts`, then start the checks for progress.
-        :raises HeadwayError: if a rank has ended, or its facts differ."""
+        """Wait until every rank is ready with facts equal to `facts`, then start the progress checks.
+
+        :raises HeadwayError: if a rank has ended, or its facts differ.
+        """
         for rank, ready in self._await(RankReady).items():
             if ready.facts != facts:
                 raise HeadwayError(f"rank {rank} differs from rank 0: {ready.facts}, not {facts}; this is a fault of Headway")
@@ -377,8 +389,8 @@ class RankProcesses:
             raise lost
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Stop all ranks after a failure of rank 0. :raises ExecutorLostError: always, with the first failed rank and the
-        cause."""
+        """Stop all ranks after a failure of rank 0. :raises ExecutorLostError: always. The error names the first failed rank and
+        the cause."""
         from headway.core.engine.ranks.torch_ranks import CollectiveError
 
         if isinstance(error, ExecutorLostError):
@@ -386,7 +398,8 @@ class RankProcesses:
         raise self._watch.explain(error, isinstance(error, CollectiveError)) from error
 
     def call_when_lost(self, callback: Callable[[ExecutorLostError], None]) -> None:
-        """Call a bound method, in a watchdog thread, when a rank is lost, unless its object no longer exists."""
+        """Register a bound method, which is called in a watchdog thread when a rank is lost, unless the method's object no longer
+        exists."""
         method = weakref.WeakMethod(callback)
 
         def report_if_alive(lost: ExecutorLostError) -> None:

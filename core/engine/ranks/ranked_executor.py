@@ -21,8 +21,8 @@ from headway.core.engine.ranks.rank_processes import RankProcesses
 
 
 class RankedExecutor(LocalExecutor):
-    """Executor of rank 0, which also sends each step to the other ranks. All ranks run equal steps in equal order, and sample
-    equal tokens.
+    """Executor of rank 0, which also sends each step to the other ranks. All ranks run the same steps in the same order, and
+    sample the same tokens.
 
     A step that fails on one rank leaves the other ranks in the middle of the step, so no later step can run. Offloading with
     several ranks is refused when the options are checked.
@@ -43,7 +43,8 @@ class RankedExecutor(LocalExecutor):
         self._processes.wait_ready(self.facts)
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
-        """Observe logits as `LocalExecutor.observe` does. All ranks then gather the logits of every step."""
+        """Set a function that observes logits; see `LocalExecutor.observe`. While a function is set, the ranks gather the logits
+        of every step."""
         self._shows_logits = look is not None
         super().observe(look)
 

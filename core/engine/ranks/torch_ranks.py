@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 SIZES: Final = tuple(2**n for n in range(10, 24))
-"""Tensor sizes in bytes at which all-reduce is measured. Other sizes use the choice for the nearest size, by ratio."""
+"""Tensor sizes in bytes at which all-reduce is measured. Tensors of other sizes use the kernel chosen for the nearest size, by
+ratio."""
 BYTES: Final = CountAxis("bytes", SIZES, nearest=True)
 
 
 def fastest_sum(times: AxisTimes, num_bytes: int, names: Sequence[str]) -> str:
-    """Return the fastest all-reduce kernel for this many bytes; the last of `names`, which sums any tensor, if none was timed."""
+    """Return the name of the fastest all-reduce kernel for `num_bytes` bytes. If no kernel was timed, return the last of `names`,
+    which supports every tensor."""
     return times.fastest(num_bytes, names) or names[-1]
 
 
@@ -38,8 +40,8 @@ def describe_sums(times: AxisTimes) -> str:
 LOOPBACK: Final = "127.0.0.1"
 _FOREVER: Final = timedelta(days=7)  # Timeout of a call: long, since logits processors may be slow; the watchdog finds hangs
 _NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Defaults of environment variables. torch must not end a process when other ranks have ended: the engine does. NCCL must not
-use NVLink multicast, which the fabric of some machines does not allow."""
+"""Defaults of environment variables. torch must not end a process when other ranks have ended, because the engine handles this.
+NCCL must not use NVLink multicast, which the fabric of some machines does not allow."""
 _JOIN: Final = timedelta(seconds=60)  # Maximum wait for the other ranks when the group is made
 
 
@@ -84,8 +86,13 @@ class TorchRanks:
     """`Ranks` over this engine's process group, which is separate from other groups of the process."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
-        """Join the group of all ranks. store: a `torch.distributed.TCPStore` on rank 0. device: gloo for a CPU, NCCL for a GPU.
-        progress: counter of this rank's collective calls. :raises RuntimeError: if a rank does not join."""
+        """Join the group of all ranks.
+
+        store: a `torch.distributed.TCPStore` on rank 0. device: the rank's device; ranks on CPUs use gloo, ranks on GPUs NCCL.
+        progress: counter of this rank's collective calls.
+
+        :raises RuntimeError: if a rank does not join.
+        """
         self.rank = rank
         self.size = size
         self._device = device
@@ -94,8 +101,8 @@ class TorchRanks:
         self.device = device
         self.group = RankGroup(rank, size, device, store, self._group)
         self.sums: Sequence[AllReduceKernel] = [(Gloo if device.type == "cpu" else Nccl)(self.group)]
-        """All-reduce kernels, ending with the process group's. The first that supports a tensor is used, unless `times` has
-        a faster kernel."""
+        """All-reduce kernels, the last of which is the process group's. The first kernel that supports a tensor is used, unless
+        `times` shows that a different one is faster."""
         self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduceKernel] = {}
 
@@ -111,7 +118,8 @@ class TorchRanks:
         return kernel(x, onto)
 
     def sum_by(self, sums: Sequence[AllReduceKernel], times: AxisTimes | None) -> None:
-        """Use these all-reduce kernels from now on. Call it before any graph is captured. times: None uses their order."""
+        """Use these all-reduce kernels from now on. Must be called before any graph is captured. times: measured times that
+        select the kernel, or None to use the first kernel that supports a tensor."""
         self.sums = sums
         self.times = times
         self._chosen.clear()

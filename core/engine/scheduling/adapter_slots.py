@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine: registered adapters, adapters in slots, and adapters in use."""
+"""LoRA adapters of an engine: which adapters are registered, in slots, and in use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class AdapterTable:
     """Adapters by ID, and the slots that contain them.
 
     The adapter of a running sequence stays in its slot, so a step has at most as many adapters as there are slots. An unused
-    adapter stays in its slot until a different adapter needs it; the least recently used is evicted first. The adapters of
-    unfinished requests stay in host memory, so that no step reads a file.
+    adapter stays in its slot until a different adapter needs the slot. The least recently used adapter is evicted first. The
+    adapters of unfinished requests stay in host memory, so that no step reads a file.
     """
 
     def __init__(self, reader: AdapterReader) -> None:
@@ -38,14 +38,17 @@ class AdapterTable:
         return len(self._slot_of)
 
     def add(self, request: LoRARequest, adapter: HostAdapter | None = None) -> KnownAdapter:
-        """Register an adapter and return it. adapter: its contents, or None to read them from its files.
-        :raises ConfigError: if the ID is taken or the adapter is not supported."""
+        """Register an adapter and return it. adapter: contents of the adapter, or None to read them from its files.
+
+        :raises ConfigError: if the ID is taken or the adapter is not supported.
+        """
         known = self._find(request) or self._remember(request, adapter)
         self._trim()
         return known
 
     def claim(self, request: LoRARequest, count: int) -> KnownAdapter:
-        """Return the adapter for a request of `count` sequences, each of which must `release` it. Raises as `add`."""
+        """Return the adapter for a request of `count` sequences, for each of which `release` must be called. Raises the same
+        errors as `add`."""
         known = self._find(request)
         if known is None:
             known = self._remember(request)
@@ -83,7 +86,7 @@ class AdapterTable:
             self._trim()
 
     def remove(self, adapter_id: int) -> bool:
-        """Forget an adapter; requests that have begun continue with it. Returns False if the ID is unknown."""
+        """Forget an adapter. Unfinished requests continue with it. Returns False if the ID is unknown."""
         known = self._by_id.get(adapter_id)
         if known is None or known.leaving:
             return False
@@ -94,7 +97,8 @@ class AdapterTable:
         return True
 
     def occupy(self, adapter: KnownAdapter) -> int | None:
-        """Note that one more sequence runs with an adapter. Returns its slot, or None if running sequences use all slots."""
+        """Record that one more sequence runs with an adapter. Returns the adapter's slot, or None if running sequences use all
+        slots."""
         digest = adapter.digest
         slot = self._slot_of.get(digest)
         if slot is None:
@@ -133,7 +137,7 @@ class AdapterTable:
         self.reader.trim(self._unfinished)
 
     def check_integrity(self) -> None:
-        """Assert that slots and adapters are one to one, and that every running adapter has a slot."""
+        """Assert that each slot is free or contains one adapter, and that every running adapter has a slot."""
         slots = [*self._slot_of.values(), *self._free]
         assert len(set(slots)) == len(slots), "a slot stands in two places"
         assert set(self._running) <= set(self._slot_of), "an adapter runs without a slot"

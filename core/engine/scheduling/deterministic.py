@@ -1,7 +1,7 @@
-"""Deterministic mode: a request's logits depend, bit for bit, only on the request, not on the rest of its batch.
+"""Deterministic mode: a request's logits depend, bit for bit, only on the request, not on the other requests in its batch.
 
-This module fixes what else depends on the batch: the backend (pinned and batch-invariant), the boundaries of prompt chunks,
-preemption, and prefix hits. The model's kernels are batch-invariant if its layers' specs are.
+This module fixes everything outside the model that depends on the batch: the backend (pinned and batch-invariant), the boundaries
+of prompt chunks, preemption, and prefix hits. The model's kernels are batch-invariant if the specs of its layers are.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[Sta
 
 
 def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
-    """Return --attn-backend with `auto` replaced by one backend: the best-ranked decode backend that is batch-invariant.
+    """Return --attn-backend with `auto` replaced by one backend: the first in the decode ranking that is batch-invariant.
 
-    PREFILL and EXTEND always get the same backend, because a prompt step's phase depends on the rest of the step. If no backend
-    is suitable, the request is returned unchanged, and the selector's error gives the reasons.
+    PREFILL and EXTEND always get the same backend, because the phase of a prompt depends on the other sequences in the step. If
+    no backend is suitable, the request is returned unchanged, and the selector's error gives the reasons.
     """
     requested = config.backend_request
     if not requested.auto_phases or not layers.cached:
@@ -66,9 +66,9 @@ def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendReq
 class IndependentScheduler(Scheduler):
     """Scheduler that runs every sequence through the same steps, regardless of the other sequences.
 
-    A prompt's chunks have a fixed size: half the token budget, which leaves room for decodes. A chunk that does not fit waits as
-    a whole. A sequence is admitted once the pool has pages for its maximum length. Nothing is preempted: a preempted sequence
-    would recompute decoded tokens as a prompt, with different bits.
+    A prompt's chunks have a fixed size: half the token budget, which leaves room for decodes. A chunk that does not fit in a step
+    waits instead of being split. A sequence is admitted once the pool has pages for its maximum length. No sequence is preempted,
+    because a preempted sequence would recompute decoded tokens as a prompt, with different bits.
     """
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:

@@ -1,4 +1,4 @@
-"""Speculation: decides whether the next step verifies drafts, and how many, to maximize tokens per second."""
+"""Speculation: decides whether the next step verifies drafts, and how many drafts, to maximize tokens per second."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from headway.core.speculation.proposers import NO_DRAFTS, PLAIN, WIDTHS, StepTim
 log = logging.getLogger("headway")
 
 FIRST_ACCEPTANCE = 0.8
-"""Assumed acceptance rate before any draft was verified. It is high so that some drafts are verified, and so measured."""
+"""Acceptance rate assumed until drafts have been verified. The rate is high, so that some drafts are verified and their
+acceptance is measured."""
 _HOPE = 0.5  # Minimum acceptance rate assumed in a trial after a rest
 _PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
-"""Weight of the mean over all sequences, memory of a sequence's running mean, and memory of the mean over all sequences, each in
-draft tokens. The memories are long enough that good drafts seldom look bad by chance."""
+"""Three numbers of draft tokens: the weight of the mean over all sequences, the memory of a sequence's running mean, and the
+memory of the mean over all sequences. The memories are long enough that good drafts seldom look bad by chance."""
 _SHORT_REST, _LONG_REST = 4, 64
-"""Minimum and maximum number of steps without drafts before a trial. The number doubles while drafts do not pay. A trial assumes
-that half of its drafts are accepted, so it takes at most twice as long as a plain step: one trial in 64 steps costs under 2 %."""
+"""Minimum and maximum number of steps without drafts before a trial. The number doubles as long as drafts do not pay. A trial
+assumes that half of its drafts are accepted, so it takes at most twice as long as a plain step. One trial in 64 steps thus costs
+less than 2 %."""
 _REFUSED = 32  # Trials refused because of step times, after which these times are measured anew
 
 COSTLY, NOTHING_FOUND, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
@@ -38,21 +40,22 @@ class _DraftRecord:
     seen: int = 0  # Draft tokens in that mean
 
     def acceptance(self, of_all: float) -> float:
-        """Return the sequence's acceptance rate, weighted with `of_all`, that of all sequences, while its drafts are few."""
+        """Return the sequence's acceptance rate. While few of its drafts were verified, the rate is averaged with `of_all`, the
+        rate over all sequences."""
         return (self.seen * self.share + _PRIOR * of_all) / (self.seen + _PRIOR)
 
 
 class Drafting:
-    """Proposes draft tokens for the running sequences if that is faster.
+    """Proposes draft tokens for the running sequences if speculation is faster than plain steps.
 
     A step that verifies k drafts for each of n sequences writes n + sum(a + a^2 + ... + a^k) tokens, where a is a sequence's
-    measured acceptance, but takes longer than a plain step. Both quantities are measured as steps run. If no width gives more
-    tokens per second than a plain step, drafting rests: the host runs ahead of the device again, and steps are as fast as without
-    speculation. After a rest, drafts are tried again.
+    measured acceptance rate. But it takes longer than a plain step. Acceptance rates and step times are measured as steps run. If
+    no width gives more tokens per second than a plain step, drafting rests: the host runs ahead of the device again, and steps
+    are as fast as without speculation. After a rest, drafts are tried again.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, most: int = MAX_DRAFT_TOKENS, times: StepTimes | None = None) -> None:
-        """most: maximum number of drafts per sequence and step. times: measured step times. None means to verify every draft."""
+        """most: maximum number of drafts per sequence and step. times: measured step times, or None to verify every draft."""
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._times = times
@@ -67,8 +70,8 @@ class Drafting:
         self._trial = False
         self._measuring = False
         self._refused = 0
-        """`_trial`: True if the next step may try drafts after a rest. `_measuring`: True if the trial measures; this takes
-        several steps in a row, because the first step after a rest takes longer. `_refused`: number of trials refused
+        """`_trial`: True if the next step may try drafts after a rest. `_measuring`: True if a trial measures step times, which
+        takes several consecutive steps, because the first step after a rest takes longer. `_refused`: number of trials refused
         because of step times."""
         self._reason = ""
         self._rest_reason = COSTLY
@@ -80,7 +83,8 @@ class Drafting:
         return self._resting > 0
 
     def plan(self, running: Items[Sequence]) -> bool:
-        """Set the next step's drafts, and return whether there are any. running: candidate sequences, with no step in flight."""
+        """Set the next step's drafts, and return whether there are any. running: candidate sequences, empty while a step is in
+        flight."""
         ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
         if self._resting and ready and size_class(len(ready)) != self._rest_class:
             self._resting = 0  # drafts that did not pay may pay at another number of sequences
@@ -138,7 +142,8 @@ class Drafting:
         return ""
 
     def _best(self, seconds: Mapping[int, float], likely: list[float], most: list[int]) -> int:
-        """Return the width with the most tokens per second; it may be PLAIN. most: maximum number of drafts of each sequence."""
+        """Return the width with the most tokens per second, which may be PLAIN. most: maximum number of drafts for each
+        sequence."""
 
         def rate(width: int) -> float:
             written = sum(expected(share, min(k, width - 1)) for share, k in zip(likely, most, strict=True))
@@ -147,8 +152,8 @@ class Drafting:
         return max(seconds, key=rate)
 
     def _trial_width(self, times: StepTimes, seconds: dict[int, float], likely: list[float]) -> int:
-        """Return the width for a trial that looks too slow: PLAIN, unless some step times are estimates that the trial can
-        replace."""
+        """Return the width for a trial in which every width looks too slow: PLAIN, unless some step times are only estimates,
+        which the trial can replace by measurements."""
         count = len(likely)
         unknown = {width: seconds[width] for width in self._widths if not times.is_measured(count, width)}
         if unknown:
@@ -157,7 +162,8 @@ class Drafting:
         return PLAIN
 
     def _refuse(self, times: StepTimes, count: int) -> None:
-        """Count a trial that is refused because of measured times. After many refusals, measure these times again."""
+        """Count a trial that is refused because of measured step times. After many refusals, discard these times, so that they
+        are measured again."""
         self._refused += 1
         if self._refused % _REFUSED == 0:
             times.forget(count)
@@ -190,7 +196,8 @@ class Drafting:
         return self._at_once.propose_batch([seq.token_ids for seq in ready], counts)
 
     def _propose(self, seq: Sequence, known: _DraftRecord, most: int) -> list[int]:
-        """Return the proposer's drafts. A proposer that raises or returns invalid ids is not called for this sequence again."""
+        """Return the proposer's drafts for a sequence. If the proposer raises an error or returns invalid ids, it is not called
+        for this sequence again."""
         most = min(most, seq.max_len - seq.num_tokens - 1)
         if known.proposer is None or most < 1:
             return []
@@ -208,7 +215,7 @@ class Drafting:
         log.warning("speculation: request %s continues without drafts, because its proposer raised %r", seq.request_id, error)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        """Record that a step verified a sequence's drafts and accepted the first `accepted`."""
+        """Record that a step verified `drafts` drafts of a sequence and accepted the first `accepted` of them."""
         known = self._known.get(seq)
         if known is not None:
             self._learn(known, accepted, int(accepted < drafts))
@@ -255,5 +262,6 @@ class Drafting:
 
 
 def expected(acceptance: float, drafts: int) -> float:
-    """Return the expected number of tokens per sequence from a step with drafts: 1 + a + a^2 + ... (Leviathan et al. 2023)."""
+    """Return the expected number of tokens per sequence from a step with drafts: 1 + a + a^2 + ... + a^drafts, where a is the
+    acceptance rate (Leviathan et al. 2023)."""
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)

@@ -47,16 +47,19 @@ class _StepPlan:
 
 
 class Scheduler:
-    """Continuous batching with a token budget: running sequences first, then waiting ones in arrival order.
+    """Continuous batching with a token budget. Running sequences are scheduled first, then waiting ones in arrival order.
 
     A prompt that exceeds the remaining budget is split into chunks (Agrawal et al. 2023, Sarathi), but only once the pool has
-    pages for all of it: a partial prompt would take pages from running sequences and then be preempted for them. When the pool is
-    full, the scheduler preempts the youngest running sequence. That sequence waits at the head of the queue, to be recomputed
-    (vLLM's recompute) or restored by the offloader (vLLM's swap). Sequences with a pending restore wait outside the queue. With
-    priorities, the youngest sequence of the lowest priority is preempted. No sequence is preempted for a waiting sequence.
+    pages for the whole prompt. Otherwise the partial prompt would take pages from running sequences and then be preempted for
+    them.
 
-    `schedule` may be called while earlier steps run on the device: tokens that they will sample count as pending. Pages that it
-    frees may be reused at once, because the device runs steps in order.
+    When the pool is full, the scheduler preempts the youngest running sequence. With priorities, it preempts the youngest
+    sequence of the lowest priority. The preempted sequence waits at the head of the queue, to be recomputed (vLLM's recompute) or
+    restored by the offloader (vLLM's swap). Sequences with a pending restore wait outside the queue. No sequence is preempted for
+    a waiting sequence.
+
+    `schedule` may be called while earlier steps run on the device. Tokens that these steps will sample count as pending. Pages
+    that `schedule` frees may be reused at once, because the device runs steps in order.
     """
 
     def __init__(
@@ -70,8 +73,8 @@ class Scheduler:
         stats: EngineStats | None = None,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """by_priority: True to order by `queue_key`, else by arrival. offloader: saves pages outside the pool. stats: counts
-        admissions and preemptions. adapters: adapters that sequences may use, or None."""
+        """by_priority: True to order sequences by `queue_key`, False to order them by arrival. offloader: saves pages outside the
+        pool, or None. stats: counts admissions and preemptions. adapters: adapters that sequences may use, or None."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -126,7 +129,8 @@ class Scheduler:
         self._batch.clear()
 
     def schedule(self, all_read: bool = True) -> ScheduledStep:
-        """Return the next step: prefill and extend, then decode. Empty if all wait. all_read: True if no step is in flight."""
+        """Return the next step: sequences that prefill or extend, then sequences that decode. The step is empty if all sequences
+        wait. all_read: True if no step is in flight."""
         if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
             self.dissolve_batch()
         if self.offloader is not None:
@@ -141,7 +145,7 @@ class Scheduler:
         return step
 
     def _extend_members(self) -> bool:
-        """Reserve pages for the next tokens of the batch's members. Returns False if too few are free."""
+        """Reserve pages for the next tokens of the members of the decode batch. Returns False if too few pages are free."""
         last = []
         for place in self._batch.due():
             seq = self._batch.members[place]
@@ -155,9 +159,11 @@ class Scheduler:
         return True
 
     def _fill_step(self, batching: bool) -> ScheduledStep | None:
-        """Fill a step up to the token budget: running sequences, then waiting ones.
-        batching: True to decode in the batch. Returns None if another sequence then lacks pages, because the one to preempt may
-            be a member."""
+        """Fill a step up to the token budget, with running sequences first, then waiting ones.
+
+        batching: True to decode in the batch. Returns None if another sequence then lacks pages, because the sequence to preempt
+        may be a member of the batch.
+        """
         plan = _StepPlan(self.max_num_batched_tokens - len(self._batch), bool(self._batch.members))
         if len(self._batch) < len(self.running) and not self._continue_running(plan, batching):
             return None
@@ -169,7 +175,7 @@ class Scheduler:
         return ScheduledStep(plan.prompts + plan.decodes, self._batch)
 
     def _continue_running(self, plan: _StepPlan, batching: bool) -> bool:
-        """Schedule the next tokens of running sequences. Returns False if a sequence lacks pages while batching."""
+        """Schedule the next tokens of running sequences. Returns False if `batching` is True and a sequence lacks pages."""
         position = 0
         while position < len(self.running) and plan.budget > 0:
             seq = self.running[position]
@@ -193,9 +199,11 @@ class Scheduler:
         return True
 
     def _make_room(self, plan: _StepPlan, seq: Sequence, count: int, batching: bool) -> ScheduledSequence | None:
-        """Reserve pages for `count` tokens of a running sequence, preempting others unless batching; drafts only if there is
-        short.
-        Returns None if no pages are free; unless batching, the sequence itself was then preempted."""
+        """Reserve pages for `count` tokens of a running sequence, and for its drafts if enough pages are free.
+
+        Unless `batching` is True, other sequences are preempted if pages are lacking, but never for drafts. Returns None if no
+        pages can be reserved; unless `batching` is True, the sequence itself has then been preempted.
+        """
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
         while not self.blocks.reserve(seq, self._tokens_to_reserve(seq, count + drafts)):
             if drafts:
@@ -211,7 +219,8 @@ class Scheduler:
         return ScheduledSequence(seq, count + drafts, seq.num_computed, count == seq.num_to_compute, drafts)
 
     def _admit_waiting(self, plan: _StepPlan) -> None:
-        """Admit waiting sequences in order while tokens, rows and pages suffice; skip those without a free adapter slot."""
+        """Admit waiting sequences in order while tokens, rows and pages suffice. Sequences whose adapter cannot get a slot are
+        skipped."""
         took_pages, place, passed = False, 0, None
         while place < min(len(self.waiting), _FARTHEST) and plan.budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[place]
@@ -234,7 +243,8 @@ class Scheduler:
                 took_pages = True  # so that the freed pages are not used for a restore
 
     def _admit(self, seq: Sequence, budget: int) -> int:
-        """Reserve pages for a waiting sequence beyond its cached prefix. Returns its tokens in this step; 0 if not admitted."""
+        """Reserve pages for the tokens of a waiting sequence after its cached prefix. Returns the number of its tokens in this
+        step, or 0 if it is not admitted."""
         for partly in (True, False):  # a copy needs the source's page as well: there may be room without it
             spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
@@ -253,9 +263,11 @@ class Scheduler:
         return 0
 
     def _has_slot(self, seq: Sequence, passed: Sequence | None) -> bool:
-        """Return whether a sequence's adapter has a slot or can get one.
-        passed: the first waiting sequence without a slot. A batch of others may overtake it; then only those without an adapter
-            may, so that a slot becomes free."""
+        """Return whether a sequence's adapter may use a slot in the next step.
+
+        passed: the first waiting sequence that was skipped for lack of a slot, or None. Up to max_num_seqs sequences with
+        adapters may overtake it. After that, only sequences without an adapter may, so that a slot becomes free.
+        """
         assert self.adapters is not None
         assert seq.adapter is not None
         return (passed is None or passed.num_passed < self.max_num_seqs) and self.adapters.has_slot_for(seq.adapter)
@@ -278,16 +290,17 @@ class Scheduler:
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
 
     def _fit_whole_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
-        """Raise the budget of an empty step for a prompt that must not be split, even if steps shrank for lack of memory."""
+        """Raise the budget of an empty step so that a prompt that must not be split fits, even if the budget was reduced for lack
+        of memory."""
         if not self.enable_chunked_prefill and plan.empty:
             plan.budget = max(plan.budget, seq.num_to_compute)
 
     def _tokens_to_reserve(self, seq: Sequence, count: int) -> int:
-        """Return the number of new tokens that a sequence must have pages for when a step computes `count` of them."""
+        """Return the number of new tokens for which a sequence must have pages when a step computes `count` of its tokens."""
         return count
 
     def _preempt_waiting(self) -> bool:
-        """Free the pages of one waiting sequence. Returns False if no waiting sequence has pages."""
+        """Free the pages of one waiting sequence, or cancel its restore. Returns False if no waiting sequence has pages."""
         if self.offloader is None:
             return False
         holder = next((seq for seq in reversed(self.waiting) if seq.tables), None)
@@ -302,7 +315,8 @@ class Scheduler:
         return seq
 
     def recompute(self, seqs: list[Sequence]) -> None:
-        """Restart those of `seqs` that run, because a step that failed midway may have advanced their states."""
+        """Preempt the running sequences in `seqs`, to be recomputed, because a step that failed midway may have advanced their
+        states."""
         self.dissolve_batch()
         for seq in reversed([each for each in self.running if each in seqs]):
             self._preempt(seq, RECOMPUTE)
@@ -328,7 +342,7 @@ class Scheduler:
             seq.row = None
 
     def launched(self, step: ScheduledStep) -> None:
-        """Account for a launched step: its new tokens count as computed, and the tokens that it samples as pending."""
+        """Account for a launched step. Its new tokens now count as computed, and the tokens that it samples count as pending."""
         for seq, count, context_len, samples, drafts in step.individual:
             seq.num_computed += count
             seq.num_unverified = drafts
@@ -351,7 +365,8 @@ class Scheduler:
                     self._batch.passed(place)
 
     def append_sampled(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Append a step's accepted drafts and next token. Returns the appended tokens, fewer if one ends the sequence.
+        """Append a step's accepted drafts and next token. Returns the appended tokens, which are fewer than `tokens` if one of
+        them ends the sequence.
 
         The keys and values of rejected drafts count as not computed; the next step overwrites them.
         """
@@ -386,8 +401,9 @@ _LONGEST_WAIT = 0.02  # Seconds that an idle engine waits for a request's prepar
 class AdmissionQueue:
     """Queue of sequences that cannot be scheduled yet, or should wait for another sequence.
 
-    The first completion of a request starts first. The others follow once its prompt is under way and find the prompt in the
-    prefix cache: whole blocks are shared and a partial block is copied, so the prompt is computed once.
+    With a prefix cache, the first completion of a request starts first. The other completions start once a step that completes
+    the prompt has been launched. They find the prompt in the prefix cache: whole blocks are shared and a partial block is copied,
+    so the prompt is computed once.
     """
 
     def __init__(self, scheduler: Scheduler, shares_prompts: bool) -> None:
@@ -399,16 +415,17 @@ class AdmissionQueue:
 
     @property
     def occupied(self) -> bool:
-        """True if any sequence is held back."""
+        """True if any sequence waits in this queue."""
         return bool(self._preparing or self._siblings)
 
     @property
     def num_waiting(self) -> int:
-        """Number of completions that are held back."""
+        """Number of completions that wait in this queue."""
         return sum(len(seqs) for _, seqs in self._preparing) + sum(map(len, self._siblings.values()))
 
     def add(self, seqs: list[Sequence], ready: Future[None] | None) -> None:
-        """Add the completions of a request. ready: done when the request is prepared. None means that it needs no preparation."""
+        """Add the completions of a request. ready: future that is done when the request is prepared, or None if the request needs
+        no preparation."""
         if ready is not None:
             self._preparing.append((ready, seqs))
             return
@@ -419,7 +436,8 @@ class AdmissionQueue:
             self._siblings[seqs[0].request_id] = seqs[ahead:]
 
     def poll(self, idle: bool) -> list[tuple[list[Sequence], str]]:
-        """Pass prepared requests to the scheduler; return failed ones with reasons. idle: True to wait briefly for the first."""
+        """Pass prepared requests to the scheduler. Returns the sequences and the reason of each failed request. idle: True to
+        wait briefly for the first request to be prepared."""
         if not self._preparing:
             return []
         if idle:
@@ -436,7 +454,7 @@ class AdmissionQueue:
         return failed
 
     def launched(self, step: ScheduledStep) -> None:
-        """Pass the siblings of sequences whose prompt this step completes to the scheduler."""
+        """Pass waiting completions to the scheduler if this step completes the prompt of their request."""
         if not self._siblings:
             return
         for seq, _, _, samples, _ in step.individual:  # members of the batch had their prompts computed before
@@ -444,7 +462,7 @@ class AdmissionQueue:
                 self._scheduler.add_first(self._siblings.pop(seq.request_id))
 
     def ended(self, seqs: Items[Sequence]) -> None:
-        """Forget ended sequences, and pass the siblings that waited for them to the scheduler."""
+        """Forget ended sequences, and pass the completions that waited for them to the scheduler."""
         if not self.occupied:
             return
         kept = [(ready, [seq for seq in waiting if not seq.finished]) for ready, waiting in self._preparing]

@@ -51,7 +51,8 @@ class StepResults:
     def take(
         self, step: Items[Sequence], sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
     ) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append a step's tokens to its sequences; return deltas and ended sequences. first_nan: source of the first NaN."""
+        """Append a step's tokens to its sequences. Returns the deltas, and the sequences that have ended. first_nan: source of
+        the first NaN, or None."""
         if sampled.extras is not None:
             _keep_prompt_logprobs(step, sampled.extras)
         plain = sampled.plain_tokens()
@@ -92,7 +93,7 @@ class StepResults:
     def _take_sampled(
         self, sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
     ) -> tuple[list[OutputDelta], list[Sequence]]:
-        """Append each unfinished sequence's tokens, with accepted drafts, log-probabilities and errors."""
+        """Append each unfinished sequence's tokens, including accepted drafts, and process log-probabilities and errors."""
         deltas: list[OutputDelta] = []
         ended: list[Sequence] = []
         errors, logprobs = ({}, {}) if sampled.extras is None else (sampled.extras.errors, sampled.extras.logprobs)
@@ -133,13 +134,15 @@ def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
 
 
 def _with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogprobs], known: int) -> OutputDelta:
-    """Add the log-probabilities of a delta's tokens, and of the prompt in the first delta. known: number of earlier tokens."""
+    """Return the delta with the log-probabilities of its tokens and, in the first delta, of the prompt. known: number of prompt
+    and output tokens before the delta."""
     prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
     return delta._replace(logprobs=tuple(logprobs[: len(delta.new_token_ids)]), prompt_logprobs=prompt)
 
 
 def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
-    """Return the reason why a sequence has no next token. fault: negative value instead of a token. error: sampler's message."""
+    """Return the reason why a sequence has no next token. fault: negative value that the sampler returned instead of a token.
+    error: message of the sampler, or None."""
     if error is not None:
         return error
     if fault == NOT_A_TOKEN:
@@ -149,7 +152,7 @@ def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | N
 
 
 def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:
-    """Append a step's log-probabilities of prompt tokens to the sequences. A recomputed prompt adds none."""
+    """Append the log-probabilities of prompt tokens in a step to the sequences. A recomputed part of a prompt adds none."""
     for index, (position, entries) in extras.prompt_logprobs.items():
         seq = step[index]
         known = len(seq.prompt_logprobs)
@@ -158,7 +161,8 @@ def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:
 
 
 def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bool) -> int | None:
-    """Return a smaller token budget after a step ran out of memory, or None. chunked: True if prompts may be split."""
+    """Return a smaller token budget after a step ran out of memory, or None if the step cannot be retried. chunked: True if
+    prompts may be split."""
     tokens = sum(scheduled.num_new_tokens for scheduled in step)
     smallest = 1 if chunked else max(scheduled.num_new_tokens for scheduled in step)
     if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
@@ -177,8 +181,10 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
 def prepare(
     step: ScheduledStep, groups: Items[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
 ) -> StepInput:
-    """Return the executor's input for a step. The step must then be launched, because page changes are reported only once.
-    states: True if the model has layers with a state."""
+    """Return the executor's input for a step. The step must then be launched, because changes of pages are reported only once.
+
+    states: True if the model has layers with a state.
+    """
     found = _without_states(step, groups)
     if adapters is not None:
         slots = _joined([each.seq.adapter_slot for each in step.individual], step.adapter_slots)
@@ -240,7 +246,8 @@ def _with_members(
     new_pages: tuple[NewPages, ...],
     copies: tuple[PageCopy, ...],
 ) -> StepInput:
-    """Return the input of a step: the individual sequences, then the batch's members. token_ids: tokens of `individual`."""
+    """Return the input of a step: the individual sequences, then the batch's members. token_ids: tokens of the individual
+    sequences."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
     members = StepInput.continuing(step.rows, step.context_lens)
     # With drafts all tokens have been read, and a graph that verifies takes none from the device.

@@ -61,7 +61,7 @@ class CCompiler:
 
 @cache
 def find_compiler() -> tuple[CCompiler | None, Support]:
-    """Return the C compiler from $HEADWAY_CC, else cc, gcc or clang; (None, the reason) if none is found."""
+    """Return the C compiler from $HEADWAY_CC, or else cc, gcc or clang. Return (None, the reason) if no compiler is found."""
     hint = f"install gcc, or set {VARIABLE} to a C compiler"
     named = os.environ.get(VARIABLE)
     for name in [named] if named else ["cc", "gcc", "clang"]:
@@ -144,7 +144,8 @@ def _built(compiler: CCompiler, runtime: Path) -> Path:
 
 
 def _compile(compiler: CCompiler, runtime: Path, target: Path) -> None:
-    """Compile and link with the path of the OpenMP runtime. -fopenmp in the link step would add the compiler's own runtime."""
+    """Compile the library and link it with the given OpenMP runtime. -fopenmp in the link step would add the compiler's own
+    runtime."""
     objects = {str(source): str(target.with_name(f"{source.stem}.o")) for source in sorted(SOURCES.glob("*.c"))}
     commands = [[compiler.path, *_flags(), "-c", source, "-o", compiled] for source, compiled in objects.items()]
     with ThreadPoolExecutor(len(commands)) as pool:
@@ -177,7 +178,7 @@ def _cpu() -> str:
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Integers by which `vectors.h` identifies element types."""
 LANES = 16
-"""Output features per packed block."""
+"""Number of output features per packed block."""
 
 
 class WeightStruct(ctypes.Structure):
@@ -291,7 +292,8 @@ class Functions:
 
     def __init__(self, built: ctypes.CDLL) -> None:
         self.x_bits: int = built.headway_x_bits()
-        """Number of bits to which GEMMs over quantized values round activations, in groups of 32 columns. 0 means no rounding."""
+        """Number of bits to which GEMMs over quantized weights round activations, in groups of 32 columns. 0 means no
+        rounding."""
         self.product = _recorded(0, built.headway_product)
         self.norm = _recorded(1, built.headway_norm)
         self.decode = _recorded(2, built.headway_decode)
@@ -315,9 +317,8 @@ def is_recording() -> bool:
 
 
 def _recorded(kind: int, function: Any) -> Callable[[ctypes.Structure], None]:
-    """Return a wrapper that calls a C function and records the call if a recording is active. kind: integer by which steps.c
-    identifies the function.
-    """
+    """Return a wrapper that calls a C function, and records the call if a recording is active. kind: integer that identifies the
+    function in steps.c."""
     function.argtypes = [c_void_p]
 
     def call(of: ctypes.Structure) -> None:
@@ -364,7 +365,7 @@ class PackedWeight:
     held: tuple[Tensor, ...]
     """Other tensors that the structure points to."""
     more: tuple[ctypes._Pointer[WeightStruct], ...] = ()
-    """Structures of later rows whose quantization formats differ from that of the first rows."""
+    """Structures for later rows whose quantization formats differ from the format of the first rows."""
 
     @property
     def nbytes(self) -> int:
@@ -373,7 +374,7 @@ class PackedWeight:
 
     @property
     def gates(self) -> bool:
-        """True if gate and up, the halves of the outputs, each fill complete packed blocks."""
+        """True if gate and up, the two halves of the output features, each fill complete packed blocks."""
         return self.out_features % (2 * LANES) == 0 and not self.more
 
 
@@ -384,22 +385,23 @@ class QuantizedValues:
     codes: Tensor
     """int8 [n, k]: quantized values. 4-bit values are 0 to 15."""
     table: Tensor | None
-    """int8 [16]: integer for each 4-bit value (0 to 15 if there is a minimum). None for 8-bit values, which are used as is."""
+    """int8 [16]: integer that each 4-bit value represents (0 to 15 if there is a minimum). None for 8-bit values, which are used
+    as is."""
     scale: int
     """Dequantization scheme (`SCALE_...`, see panels.h)."""
     group: int
     """Number of columns per scale."""
     scales: tuple[Tensor, ...]
-    """Matrices [n, k / group], one per kind of value that a group has: float16, or int8 or uint8 if superblocks scale them."""
+    """Matrices [n, k / group], one for each kind of value that a group has. The element type is float16, or int8 or uint8 if
+    superblocks scale the values."""
     supers: tuple[Tensor, ...] = ()
-    """float16 [n, k / superblock] each: scales, and minimums if any, of the superblocks."""
+    """Matrices float16 [n, k / superblock]: scales of the superblocks, and their minimums if any."""
     superblock: int = 0
 
 
 def pack_dense(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | None:
-    """Pack a dense weight. None if that is impossible: the library is unavailable, the element type is unsupported, or k is odd
-    in bfloat16.
-    """
+    """Pack a dense weight. Return None if the library is unavailable, the element type is unsupported, or k is odd in
+    bfloat16."""
     n, k = weight.shape
     form = _FORMS.get(weight.dtype)
     if form is None or functions() is None or (form == _PAIRS and k % 2):
@@ -410,7 +412,7 @@ def pack_dense(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | Non
 
 
 def pack_quantized(parts: Sequence[QuantizedValues], bias: Tensor | None = None) -> PackedWeight | None:
-    """Pack a quantized weight, whose rows may use several formats. None if the library is unavailable."""
+    """Pack a quantized weight, whose rows may use several formats. Return None if the library is unavailable."""
     if functions() is None:
         return None
     weights, row = [], 0

@@ -62,7 +62,7 @@ class Compiler:
 
 @cache
 def find_compiler() -> tuple[Compiler | None, Support]:
-    """Return the compiler, or (None, the reason) if it is missing or its kernels cannot be launched."""
+    """Return the compiler. Return (None, the reason) if it is missing or the driver cannot load its kernels."""
     hint = f'pip install "cuda-core[cu{cuda_major()}]>=1.2"'
     launches: Any
     launches, support = find("cuda.core", "LaunchConfig", hint)
@@ -81,7 +81,8 @@ def find_compiler() -> tuple[Compiler | None, Support]:
 
 
 def _driver_loads(compiler: Compiler) -> Support:
-    """Return whether the driver, if any, can load the compiler's output: its major version must be the same or newer."""
+    """Return whether the driver, if any, can load the compiler's output. The driver's major CUDA version must be the same as the
+    compiler's or newer."""
     if not torch.cuda.is_available():
         return YES  # compiling for another machine
     from cuda.bindings import driver
@@ -95,7 +96,8 @@ def _driver_loads(compiler: Compiler) -> Support:
 
 
 def cuda_major() -> str:
-    """Return the major CUDA version that torch was built for, since its driver can load the kernels. CPU builds return 13."""
+    """Return the major CUDA version that torch was built for, because torch's driver can load kernels of that version. Return 13
+    for CPU builds."""
     return (torch.version.cuda or "13").split(".")[0]
 
 
@@ -146,6 +148,7 @@ class Variant:
 def architecture(device: torch.device, *, specific: bool = False) -> str:
     """Return the architecture of a device, such as sm_90.
 
-    specific: True to return sm_90a instead, which adds instructions that other generations lack (such as Hopper's wgmma).
+    specific: True to return the name with the suffix a, such as sm_90a, which adds instructions that other generations lack (such
+    as Hopper's wgmma).
     """
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if specific else "")

@@ -1,4 +1,4 @@
-"""Loading of cubins and launching of their kernels in torch's context and streams: arguments, tensor maps, launches."""
+"""Loading and launching of cubins in torch's context and streams: arguments, tensor maps and launch configurations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import AHEAD
 
 Value = int | numpy.int32 | numpy.float32 | bytes
-"""Kernel argument: int for a pointer or long long; bytes for a struct passed by value, such as a tensor map."""
+"""Kernel argument. An int is a pointer or a long long, and bytes are a struct passed by value, such as a tensor map."""
 _PITCH = 64
 """Alignment of every value, in bytes: the alignment of a tensor map, which is the strictest of all kernel parameters."""
 
@@ -94,10 +94,11 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> byte
     """Return the tensor map of a tensor whose last axis is contiguous. Pass the map by value, as `const __grid_constant__`.
 
     box: extents of one copy, in the tensor's axis order (the kernel's coordinates start with the innermost axis). Elements
-        outside the tensor are read as zero and not written. swizzle: number of bytes (0, 32, 64 or 128) within which 16-byte
-        chunks are permuted in shared memory; a row of the box must not be longer. Results are cached by address and arguments: a
-        repeated call takes about 1 us.
-    :raises BackendError: if the hardware does not support the map, with the violated rule.
+    outside the tensor are read as zero and not written.
+    swizzle: number of bytes (0, 32, 64 or 128) within which 16-byte chunks are permuted in shared memory. A row of the box must
+    not be longer than that.
+    Results are cached, keyed by address and arguments. A repeated call takes about 1 us.
+    :raises BackendError: if the hardware does not support the map. The message names the violated rule.
     """
     return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), box, swizzle)
 
@@ -154,11 +155,12 @@ def _check(
 
 
 _UNASKED_SHARED = 46 * 1024
-"""Dynamic shared memory, in bytes, that needs no `allow_shared`: 48 KiB less the static part (at most 2 KiB)."""
+"""Dynamic shared memory, in bytes, that needs no call of `allow_shared`: 48 KiB minus the static shared memory (at most 2
+KiB)."""
 
 
 class Launch:
-    """Launch configuration of a kernel. Plans reuse it, because making a configuration costs more than launching a kernel."""
+    """Launch configuration of a kernel. Plans reuse configurations, because making one costs more than launching a kernel."""
 
     __slots__ = ("block", "cluster", "config", "grid", "overlaps", "shared_bytes")
 
@@ -213,7 +215,8 @@ class CompiledKernel:
     """A kernel function in a cubin, on one device."""
 
     def __init__(self, cubin: Callable[[], bytes], name: str, device: torch.device) -> None:
-        """Make a kernel without loading it. cubin: returns the machine code; called once, by `load` or by the first launch."""
+        """Make a kernel without loading it. cubin: function that returns the machine code. It is called once, by `load` or by the
+        first launch."""
         from cuda.bindings import driver
 
         self._cubin = cubin
@@ -226,7 +229,7 @@ class CompiledKernel:
         self._shared_limit = _UNASKED_SHARED
         self._kernel: Any = None
         self._function: Any = None
-        """CUkernel, which the driver accepts instead of a CUfunction. None before it is loaded."""
+        """CUkernel, which the driver accepts instead of a CUfunction. None until the kernel is loaded."""
         self._start: Any = driver.cuLaunchKernelEx
         self._stream_of: Any = (
             torch._C._cuda_getCurrentRawStream

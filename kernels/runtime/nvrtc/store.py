@@ -49,9 +49,9 @@ def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
 def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
     """Return a variant's cubin from the disk cache, or compile and cache it.
 
-    The file is written atomically: processes that compile the same variant at the same time waste half a second, but never read a
-    partial file. A damaged file is replaced by a new compilation. If the folder is not writable (read-only, full), every process
-    compiles, with one warning.
+    The file is written atomically. Processes that compile the same variant at the same time waste half a second, but never read a
+    partial file. A damaged file is replaced by a new compilation. If the folder is read-only or full, every process compiles the
+    variant and warns once.
     :raises BackendError: if the source does not compile.
     """
     path = compiled_path(variant, arch, compiler)
@@ -82,12 +82,12 @@ def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, worker
 
 @cache
 def load(variant: Variant, function: str, device: torch.device, arch: str | None = None) -> CompiledKernel:
-    """Return a function of a variant, ready to launch on a device. It is compiled if needed: asynchronously if kernels are being
-    compiled ahead (`AHEAD`).
+    """Return a function of a variant, ready to launch on a device. The variant is compiled if needed, asynchronously if kernels
+    are being compiled ahead (`AHEAD`).
 
-    arch: overrides the device's architecture, such as sm_90a for instructions that only Hopper has.
-    :raises UnsupportedError: if there is no compiler.
-    :raises BackendError: if the source does not compile or load.
+    arch: overrides the device's architecture, for example sm_90a for instructions that only Hopper has.
+    :raises UnsupportedError: if no compiler is found.
+    :raises BackendError: if the source does not compile or the machine code does not load.
     """
     compiler, support = find_compiler()
     if compiler is None:
@@ -119,7 +119,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> bool:
-    """Write a cubin to the cache. Return False, with one warning, if that fails."""
+    """Write a cubin to the cache. Return False, and warn once, if writing fails."""
     try:
         write_whole(path, cubin + hashlib.sha256(cubin).digest())
     except OSError as error:

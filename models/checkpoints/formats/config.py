@@ -1,4 +1,4 @@
-"""Quantization settings of a checkpoint, and the storage formats of its modules that follow from them.
+"""Quantization settings of a checkpoint, and the storage formats that the settings imply for its modules.
 
 A module is unquantized if its tensors are a plain `weight` without scales. The lists that name such modules
 (modules_to_not_convert, ignore, ignored_layers) are not needed, and every reader matches them differently.
@@ -64,14 +64,14 @@ def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization |
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Quantization settings of one file, or a nested mapping of them."""
+    """Quantization settings of one file, or a mapping nested in these settings."""
 
     folder: Path
     place: str
     values: Mapping[str, Any]
 
     def get(self, *keys: str) -> Any:
-        """Return the value of the first key that is present, or None if no key is."""
+        """Return the value of the first key that is present, or None if no key is present."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
     def part(self, key: str) -> _Settings:
@@ -92,7 +92,7 @@ class _Settings:
         return value
 
     def one_of(self, key: str, value: object, known: Mapping[str, Item]) -> Item:
-        """Return the entry of `known` that a key's value names. value: the key's value."""
+        """Return the entry of `known` for a setting's value. key: name of the setting, for the error."""
         if not isinstance(value, str) or value not in known:
             self.refuse(key, " or ".join(known), value)
         return known[value]

@@ -48,9 +48,10 @@ def int4(weight: Tensor, group_size: int) -> Int4Weight:
 
 
 def float4(weight: Tensor) -> Float4Weight:
-    """Quantize to MXFP4: a power-of-two scale per 32 columns maps the largest magnitude to 4 to 8; values above 6 become 6.
+    """Quantize to MXFP4. A power-of-two scale per 32 columns maps the largest magnitude to a value between 4 and 8; values above
+    6 become 6.
 
-    weight: [N, K], K a multiple of 32. The rule is in section 6.3 of the Open Compute Project's MX specification.
+    weight: [N, K], K a multiple of 32. Section 6.3 of the Open Compute Project's MX specification defines this rule.
     """
     groups = weight.float().view(len(weight), -1, MX_GROUP)
     largest = groups.abs().amax(2).clamp(min=2.0**-120)
@@ -105,7 +106,7 @@ def drawn_int4(octets: Octets, rows: int, columns: int, std: float, group_size: 
 
 
 def drawn_float4(octets: Octets, rows: int, columns: int, std: float) -> Float4Weight:
-    """Draw uniform FP4 values; the frequencies of the groups' two exponents give the standard deviation `std`."""
+    """Draw uniform FP4 values. Each group has one of two exponents, whose frequencies give the standard deviation `std`."""
     square = (std / _deviation(torch.tensor(FP4_VALUES))) ** 2
     low = int(torch.frexp(torch.tensor(square**0.5, dtype=torch.float64)).exponent) - 1  # 4 ** low <= square < 4 ** (low + 1)
     larger = round(256 * (square / 4.0**low - 1) / 3)

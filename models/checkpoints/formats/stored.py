@@ -58,12 +58,13 @@ class QuantizedModule:
         return self._files.elements(self.name + suffix)
 
     def suffix_of(self, suffixes: Sequence[str]) -> str:
-        """Return the first suffix with a tensor in this module; else the first used by any module; else the first of all."""
+        """Return the first suffix with a tensor in this module, else the first suffix used by any module, else the first suffix
+        in the list."""
         found = [suffix for suffix in suffixes if self.elements(suffix)]
         return next(iter(found or [suffix for suffix in suffixes if self._files.has_any(suffix)] or suffixes))
 
     def shape(self, suffix: str) -> list[int]:
-        """Return the unsharded shape of a tensor that exists."""
+        """Return the unsharded shape of a tensor. The tensor must exist."""
         return self._files.shape(self.name + suffix)
 
     def use(self, suffixes: tuple[str, ...]) -> None:
@@ -95,7 +96,7 @@ class QuantizedModule:
     ) -> Tensor:
         """Read scales in the stored dtype.
 
-        signed: True if scales may be negative, as some tools write them for group scales of integers.
+        signed: True if scales may be negative, because some tools write negative group scales for integers.
 
         :raises ModelError: as for `take`, or if a scale is 0, not finite, or negative while `signed` is false.
         """
@@ -146,7 +147,8 @@ class StoredFormat(ABC):
         return found in known if known else bool(found)
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
-        """Return, for each axis, the number of elements that must be read together; shards are widened to multiples of it."""
+        """Return, for each axis, the number of elements that must be read together; shards are widened to multiples of this
+        number."""
         return 1, 1
 
     @abstractmethod

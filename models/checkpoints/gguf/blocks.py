@@ -98,7 +98,8 @@ def _blocks_of(stored: Any, plain: Tensor, reader: Any, architecture: str) -> Te
 
 
 def _orders(rows: int, reader: Any, architecture: str) -> Iterator[Tensor]:
-    """Yield the possible row orders of a weight in the file: unchanged, and with the halves of each head interleaved."""
+    """Yield the candidate orders in which to read a weight's rows: unchanged, and with the interleaved halves of each head
+    separated."""
     yield torch.arange(rows)
     for key in ("head_count", "head_count_kv"):
         field = reader.fields.get(f"{architecture}.attention.{key}")

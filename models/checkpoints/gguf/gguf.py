@@ -84,7 +84,7 @@ def convert(path: Path) -> Path:
 
 
 def _damage(folder: Path) -> str:
-    """Return a description of a converted model's damaged files, judged by their ends; empty if all are intact."""
+    """Return a description of the first truncated or unreadable file of a converted model; empty if all files are intact."""
     for path in (folder / "config.json", *folder.glob("*.json")):
         try:
             with path.open("rb") as file:
@@ -127,7 +127,8 @@ def _convert(path: Path, target: Path) -> None:
 
 @contextmanager
 def _read_once(path: Path) -> Iterator[None]:
-    """Make transformers parse the header once, not four times (seconds each), and show one progress bar instead of three."""
+    """Make transformers parse the header once instead of four times (seconds each), and show one progress bar instead of
+    three."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
     from transformers.utils import logging
@@ -148,7 +149,8 @@ def _read_once(path: Path) -> Iterator[None]:
         values: dict[int, Any] = {}
 
         def value(part: Any, types: Any) -> Any:
-            """Return the value that transformers reads from a header field, cached because it is requested three times."""
+            """Return the value that transformers reads from a header field. The value is cached, because transformers requests it
+            three times."""
             if id(part) not in values:  # decode a text without a Python int per byte
                 values[id(part)] = part.tobytes().decode() if types in _TEXTS else parse_value(part, types)
             return values[id(part)]
@@ -167,7 +169,8 @@ def _read_once(path: Path) -> Iterator[None]:
 
 
 def _mapped(path: Path, mode: str) -> numpy.ndarray[Any, Any]:
-    """Map a file as a plain array. Slicing a `memmap` takes several times as long, and the strings need 100,000 slices."""
+    """Map a file as a plain array. Slicing a `memmap` takes several times as long, and reading the strings takes 100,000
+    slices."""
     mapped: numpy.ndarray[Any, Any] = _MEMMAP(path, mode=mode).view(numpy.ndarray)
     return mapped
 

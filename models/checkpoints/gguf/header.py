@@ -66,7 +66,8 @@ class Header:
         return float(value)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return one integer per layer; a single integer is repeated. :raises ModelError: if it is missing or too short."""
+        """Return one integer per layer; a single integer is repeated. :raises ModelError: if the key is missing or the list is
+        too short."""
         value, layers = self.get(key), self.num_layers
         if type(value) is int:
             value = [value] * layers
@@ -77,7 +78,8 @@ class Header:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers without the draft (MTP) layers at the end. :raises ModelError: if 0 or above the tensor count."""
+        """Number of layers without the draft (MTP) layers at the end. :raises ModelError: if the number is 0 or above the tensor
+        count."""
         count, most = self.size("block_count") - self.size("nextn_predict_layers", 0), len(self._tensors)
         if not 1 <= count <= most:
             raise self.refuse(f"{self.architecture}.block_count", f"1 to {most} layers (the file's tensors)", str(count))
@@ -100,7 +102,7 @@ class Header:
         return any(stored.endswith(f".{name}") for stored in self._tensors)
 
     def stored(self, name: str) -> str:
-        """Return a tensor's name in the file: some converters omit `.weight` after `norm`."""
+        """Return a tensor's name in the file. Some converters omit `.weight` after `norm`."""
         return name if name in self._tensors else name.removesuffix(".weight")
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ class Header:
 
 _ROPE_KEYS = frozenset(("type", "factor", "original_context_length", "finetuned"))  # Supported keys below `rope.scaling`
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Settings of every published Llama 3: a file stores only the frequency divisors derived from them and `factor`."""
+"""Settings of every published Llama 3. A file stores only the frequency divisors that result from these settings and `factor`."""
 _READS_ITS_OWN = ("gpt-oss", "gemma4")  # Architectures whose scaling transformers handles
 
 
@@ -161,7 +163,8 @@ def take_rope_scaling(header: Header, config: Any) -> None:
 
 
 def _scaling(header: Header, config: Any, nested: bool) -> dict[str, Any]:
-    """Return the `rope_parameters` for RoPE scaling; empty without scaling. nested: True if each layer type has its own."""
+    """Return the `rope_parameters` for RoPE scaling; empty without scaling. nested: True if each layer type has separate
+    parameters."""
     kind, key = header.get("rope.scaling.type", "none"), f"{header.architecture}.rope.scaling"
     if kind == "none":
         return _by_divisors(header, config, nested) if "rope_freqs.weight" in header else {}
@@ -177,7 +180,8 @@ def _scaling(header: Header, config: Any, nested: bool) -> dict[str, Any]:
 
 
 def _by_divisors(header: Header, config: Any, nested: bool) -> dict[str, Any]:
-    """Return Llama 3's scaling parameters; empty if `factor` is 1. :raises ModelError: if the divisors do not match them."""
+    """Return Llama 3's scaling parameters; empty if `factor` is 1. :raises ModelError: if the file's divisors do not match the
+    parameters."""
     divisors = header.tensor("rope_freqs.weight").flatten()
     factor = float(divisors.max())
     scaling = {**_LLAMA3, "factor": factor}
@@ -216,7 +220,8 @@ def refuse_unread_tensors(header: Header, state: Mapping[str, Tensor]) -> None:
 
 
 def _ends(module: str) -> Iterable[str]:
-    """Return a module's name with 0, 1, 2, ... leading components removed: some converters omit the outermost components."""
+    """Return variants of a module's name with 0, 1, 2, ... leading components removed, because some converters omit the outermost
+    components."""
     parts = module.split(".")
     return (".".join(parts[first:]) for first in range(len(parts)))
 

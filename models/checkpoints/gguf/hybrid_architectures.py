@@ -183,7 +183,8 @@ def qwen3_5_rules(header: Header) -> list[Rule]:
 
 
 def _gated_delta(header: Header) -> list[Rule]:
-    """Return rules shared by Qwen3-Next and Qwen3.5: the file's norm weights include the added 1, except in the state's norm."""
+    """Return rules shared by Qwen3-Next and Qwen3.5. The file's norm weights already include the added 1, except in the state's
+    norm."""
     shared = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
     return [
         *renamed(_NORMS, without_one),
@@ -312,9 +313,11 @@ def bamba_rules(header: Header) -> list[Rule]:
 
 
 def falcon_h1_config(header: Header) -> dict[str, Any]:
-    """Return Falcon-H1's configuration. :raises ModelError: if there is no output head.
+    """Return Falcon-H1's configuration.
 
     Multipliers are folded into the weights, so a tied embedding would give wrong logits.
+
+    :raises ModelError: if the output head is missing.
     """
     if "output.weight" not in header:
         raise header.refuse("falcon-h1", "a tensor output.weight (token_embd.weight has the embedding's factor in it)", "none")
@@ -535,7 +538,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
 
 
 def architecture_of(header: Header) -> GgufArchitecture | None:
-    """Return the conversion of the file's architecture, or None if transformers reads it."""
+    """Return the conversion of the file's architecture, or None if transformers reads files of this architecture."""
     found = ARCHITECTURES.get(header.architecture)
     if found is _GRANITE and all(header.get(key) is None for key in _SCALES):
         return _BAMBA

@@ -40,7 +40,7 @@ _KIMI = (
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_ENDS}"
 )
 _WHOLE_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
-"""Pre-tokenizers that keep a word which is a token whole, without merges, and add BOS unless the file disables it."""
+"""Pre-tokenizers that do not apply merges to a word that is itself a token, and that add BOS unless the file disables it."""
 _SPLITS = {
     **dict.fromkeys((*_WHOLE_FIRST, "dbrx", "smaug-bpe"), _LLAMA3),
     "qwen2": _QWEN2,
@@ -50,7 +50,7 @@ _SPLITS = {
     "kimi-k2": _KIMI,
     "gpt-2": None,
 }
-"""Regular expression that splits text into words before merging, for each pre-tokenizer; None means GPT-2's."""
+"""Regular expression that splits text into words before merging, for each pre-tokenizer. None means GPT-2's expression."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Token types that are matched in a text before the text is split into words."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # Space in a sentencepiece vocabulary
@@ -127,7 +127,8 @@ def _sentencepiece(header: Header, tokens: list[str]) -> Any:
 
 
 def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) -> None:
-    """Make the tokenizer add BOS before and EOS after a text if the file requests it. default: whether BOS is added otherwise."""
+    """Make the tokenizer add BOS before and EOS after a text if the file requests it. default: True to add BOS if the file has no
+    setting."""
     from tokenizers import processors
 
     wanted = {"bos_token": default, "eos_token": False}
@@ -268,7 +269,8 @@ def _needed(header: Header, architecture: GgufArchitecture, config: DecoderConfi
 
 
 def _recipes(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Recipe]:
-    """Return a recipe for each checkpoint tensor that the rules can make. A rule whose sources the file has takes precedence."""
+    """Return a recipe for each checkpoint tensor that the rules can make. If several rules make a tensor, a rule whose source
+    tensors are in the file takes precedence."""
     names, recipes = config.names, {}
     recipes[f"{names.embed}.weight"] = _Recipe(("token_embd.weight",), torch.Tensor.contiguous)
     recipes[f"{names.norm}.weight"] = _Recipe((f"{architecture.norm}.weight",), architecture.make_norm)

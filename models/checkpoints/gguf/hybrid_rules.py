@@ -17,7 +17,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """Mapping of one kind of tensor in a layer. It applies to the layers whose sources the file has."""
+    """Mapping of one kind of tensor in a layer. A rule applies to the layers whose source tensors are in the file."""
 
     sources: tuple[str, ...]
     """Tensor names in the file, after the `blk.N.` prefix."""
@@ -51,7 +51,7 @@ def experts(gate: str, up: str, down: str) -> list[Rule]:
 
 
 def half(place: int, gate_up: Tensor) -> Tensor:
-    """Return gate (place 0) or up (place 1) of all experts from [experts, 2 * rows, columns]."""
+    """Return the gate (place 0) or up (place 1) weights of all experts. gate_up: [experts, 2 * rows, columns]."""
     return gate_up.chunk(2, dim=1)[place]
 
 
@@ -61,7 +61,7 @@ def stacked(*tensors: Tensor) -> Tensor:
 
 
 def convolution(kernel: Tensor) -> Tensor:
-    """Return a convolution's kernel as [channels, 1, width]; the file has fewer or more axes."""
+    """Return a convolution's kernel as [channels, 1, width]. The file's tensor has fewer or more axes."""
     return kernel.reshape(-1, 1, kernel.shape[-1])
 
 

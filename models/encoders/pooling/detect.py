@@ -22,8 +22,9 @@ _REWARDING: Final = ("ForTokenClassification", "ForRewardModel", "ForProcessRewa
 def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> PoolingTask | None:
     """Return the pooling task of a model; None if it generates text.
 
-    runner, task: the user's choices from RUNNERS and TASKS. With auto, sequence classifiers get score; reward models and
-    token classifiers, reward; encoders, bidirectional models and sentence-transformers folders, embed; all others generate text.
+    runner, task: the user's choices from RUNNERS and TASKS. If both are auto, the task depends on the model. Sequence classifiers
+    get score. Reward models and token classifiers get reward. Encoders, bidirectional models and sentence-transformers folders
+    get embed. All other models generate text.
 
     :raises ConfigError: if runner and task contradict each other.
     """
@@ -46,7 +47,8 @@ def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> Pool
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return an empty one if the file is unreadable, which is an error only when the file is needed."""
+    """Read a JSON object. Return an empty object if the file is unreadable, because this is an error only when the file is
+    needed."""
     try:
         read = parse_json(read_text(path), path.name, any_number=True)
     except (OSError, ValueError, RecursionError):

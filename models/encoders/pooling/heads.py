@@ -35,7 +35,7 @@ _OLD_MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""sentence-transformers' current name for each switch of 1_Pooling/config.json."""
+"""Current sentence-transformers name of each pooling switch in 1_Pooling/config.json."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,10 @@ class SentenceModules:
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
-    """Read modules.json and the files it names; None if absent. :raises ModelError: if unreadable or a module is unsupported."""
+    """Read modules.json and the files that it names; None if modules.json does not exist.
+
+    :raises ModelError: if a file is unreadable or a module is unsupported.
+    """
     if not (folder / "modules.json").is_file():
         return None
     listed = _read(folder / "modules.json", list)
@@ -151,7 +154,7 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
     "GELU": gelu,
     "SiLU": silu,
 }
-"""Activations keyed by the name of torch's class, as sentence-transformers' files state it."""
+"""Activations keyed by the name of the torch class, which sentence-transformers' files state."""
 
 
 def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -> Tensor:
@@ -222,7 +225,8 @@ class ScoringHead:
         return int(self.out.weight.shape[0])
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [rows, size], a row per text, or per token if `pooling` is `all`. hidden, starts: as for `pooled`."""
+        """Return float32 [rows, size], with one row per text, or per token if `pooling` is `all`. hidden, starts: as for
+        `pooled`."""
         x = pooled(hidden, starts, self.pooling)
         if self.dense is not None:
             x = self.dense(x)
@@ -288,5 +292,5 @@ class PooledModel:
         return self._body(input_ids, positions, attention)
 
     def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return the head's float32 result rows for hidden states. The arguments are those of `PooledNetwork.pool`."""
+        """Return the head's float32 result rows for hidden states. Arguments are as in `PooledNetwork.pool`."""
         return self.head(hidden, starts, each_token)

@@ -63,7 +63,8 @@ class ScorePrompt:
     """Default instruction, as in the authors' reference code."""
 
     def encode(self, tokenizer: Any, query: str, document: str, most: int | None) -> list[int]:
-        """Return the token ids of the prompt. most: maximum number of tokens; truncates the body. None means no limit."""
+        """Return the token ids of the prompt. most: maximum number of tokens; if necessary, the body is truncated. None means no
+        limit."""
         body = _filled(self.body.replace("{instruction}", self.instruction), query, document)
         ends = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (self.prefix, self.suffix)]
         ids = list(tokenizer(body, add_special_tokens=False)["input_ids"])
@@ -129,7 +130,8 @@ class _Source:
     options: LoadOptions
 
     def weights(self, folder: Path | None = None) -> WeightSource:
-        """Return the source of the model's tensors. folder: subfolder with unquantized tensors to read instead."""
+        """Return the source of the model's tensors. folder: subfolder with unquantized tensors, read instead of the model's
+        folder."""
         if self.dummy:
             return DummyWeights(self.dtype, self.device)
         if folder is not None:
@@ -277,7 +279,8 @@ def _check_architecture(stated: Any, wanted: str, task: PoolingTask, others: Col
 
 
 def _embedding_head(modules: SentenceModules | None, default: Any, hidden_size: int, source: _Source) -> EmbeddingHead:
-    """Return the embedding head from sentence-transformers' files; without them, vLLM's default pooling and normalization."""
+    """Return the embedding head that sentence-transformers' files define. Without these files, use vLLM's default pooling and
+    normalization."""
     if modules is None:
         return EmbeddingHead(default, hidden_size)
     layers, size = [], hidden_size
@@ -357,7 +360,8 @@ def _score_activation(config: Any) -> Activation:
 def _decoder_scores(
     config: Any, read: DecoderConfig, classifies: bool, weights: WeightSource, tokenizer: Any
 ) -> tuple[PoolingHead | None, ScorePrompt | None]:
-    """Return the head and the prompt of a decoder that scores. The head is None if it consists of rows of the embedding."""
+    """Return the head and the prompt of a decoder that scores. The head is None if it must be made from rows of the embedding,
+    because the checkpoint has no language-model head."""
     if classifies:
         return ScoringHead("last", _score_layer(config, "score", read.hidden_size, False, weights)), None
     if config.model_type != "qwen3":
@@ -372,7 +376,8 @@ def _decoder_scores(
 
 
 def _yes_no(rows: Tensor, tokenizer: Any) -> YesNoHead:
-    """Return the yes/no head, made from two rows of the language-model head. rows: [vocab_size, hidden_size], all its rows."""
+    """Return the yes/no head, made from two rows of the language-model head. rows: [vocab_size, hidden_size], the whole
+    language-model head."""
     ids = tokenizer.convert_tokens_to_ids(["yes", "no"])
     if None in ids or tokenizer.unk_token_id in ids or max(ids) >= len(rows):
         raise ModelError("score: the tokenizer needs the tokens yes and no, and has not both")
@@ -380,7 +385,8 @@ def _yes_no(rows: Tensor, tokenizer: Any) -> YesNoHead:
 
 
 def _dimensions(stated: Any) -> Sequence[int] | None:
-    """Return the lengths to which embeddings may be truncated, from the config.json keys that vLLM reads; None if none."""
+    """Return the lengths to which embeddings may be truncated, from the config.json keys that vLLM reads; None if no key is
+    set."""
     listed = stated.get("matryoshka_dimensions")
     if isinstance(listed, list) and all(isinstance(each, int) and each > 0 for each in listed) and listed:
         return listed

@@ -54,7 +54,7 @@ class BatchRoutes(RouteGroup):
             self._worker.resume()
 
     async def close(self) -> None:
-        """Stop the batches, to be resumed when a server starts again."""
+        """Stop the batches. The next server resumes them."""
         if self._worker is not None:
             await self._worker.close()
 
@@ -149,7 +149,7 @@ class BatchRoutes(RouteGroup):
 
 
 def _bounded(receive: Callable[[], Awaitable[Any]], options: ServerOptions) -> Callable[[], Awaitable[Any]]:
-    """Return a body reader with limits: at most `max_file_bytes`, each part within `read_timeout`."""
+    """Return a body reader that accepts at most `max_file_bytes` in total and waits at most `read_timeout` for each part."""
     size, most = 0, options.max_file_bytes
 
     async def bounded() -> Any:

@@ -57,12 +57,16 @@ class BatchAnswer(BaseModel):
 class Journal:
     """Answers of one batch by line number, in an append-only file.
 
-    An answer is `{"id", "custom_id", "response", "error"}`, as in OpenAI's API; the id ends with the batch's name and the
-    line number. An incomplete or damaged answer, for example after a crash, is dropped and the line answered again.
+    An answer is `{"id", "custom_id", "response", "error"}`, as in OpenAI's API; the id ends with the batch's name and the line
+    number. An incomplete or damaged answer, for example after a crash, is dropped, and its line is answered again.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open or create the file. name: the batch's name. :raises ConfigError: if it is another batch's, or OSError."""
+        """Open or create the file. name: the batch's name.
+
+        :raises ConfigError: if the file belongs to a different batch, or another process writes to it.
+        :raises OSError: if the file cannot be opened.
+        """
         self.path = path
         self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
@@ -125,7 +129,7 @@ class Journal:
         return len(self._places) - self.num_failed
 
     def add(self, number: int, custom_id: str | None, response: Mapping[str, Any] | None, error: object = None) -> None:
-        """Write an answer. :raises OSError: if it cannot be written; the file is then unchanged."""
+        """Write an answer. :raises OSError: if the answer cannot be written; the file is then unchanged."""
         entry = {"id": f"batch_req_{self._name}_{number}", "custom_id": custom_id, "response": response, "error": error}
         failed = error is not None or response is None or response["status_code"] >= 400
         line = orjson.dumps(entry) + b"\n"
@@ -140,9 +144,11 @@ class Journal:
         self._end += len(line)
 
     def write(self, path: Path, failed: bool | None = None) -> int:
-        """Write answers to a file, in line order. failed: only failed (or only successful) ones. Return their number; 0 writes
-        no file.
-        :raises OSError: if the file cannot be written."""
+        """Write answers to a file, in line order. Return the number of answers; no file is written if there are none. failed:
+        True writes only failed answers, False only successful answers, None all answers.
+
+        :raises OSError: if the file cannot be written.
+        """
         wanted = [place for _, place in sorted(self._places.items()) if failed is None or place.failed == failed]
         if wanted:
             with mmap.mmap(self._handle, self._end, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
@@ -235,11 +241,12 @@ class Records:
         return f"{self._kind}-{secrets.token_hex(16)}"
 
     def save(self, record: dict[str, Any]) -> None:
-        """Write an object durably. :raises OSError: if it cannot be written; the old object is then unchanged."""
+        """Write an object durably. :raises OSError: if the object cannot be written; the old object is then unchanged."""
         write_whole(self.folder / f"{record['id']}.json", orjson.dumps(record), durable=True, private=True)
 
     def get(self, record_id: str, param: str | None = None) -> dict[str, Any]:
-        """Return the object with this id. param: the request's field that has the id. :raises ApiError: if it does not exist."""
+        """Return the object with this id. param: the request's field that contains the id. :raises ApiError: if no object has
+        this id."""
         found = self._read(self.folder / f"{record_id}.json") if _ID.fullmatch(record_id) else None
         if found is not None:
             return found
@@ -287,7 +294,7 @@ class FileStore(Records):
         return self.folder / f"{file_id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str) -> dict[str, Any]:
-        """Store a file durably and return its object. :raises OSError: if it cannot be written; no part of it remains."""
+        """Store a file durably and return its object. :raises OSError: if the file cannot be written; no partial file remains."""
         file_id = self.new_id()
         part = self.folder / f"{file_id}{_UNFINISHED}"
         try:
@@ -343,7 +350,8 @@ class BatchStore(Records):
         return record
 
     def move(self, record: dict[str, Any], status: str, **more: object) -> None:
-        """Set a batch's status and its time. :raises OSError: if it cannot be written."""
+        """Set a batch's status and the time of the change. more: further fields to set. :raises OSError: if the batch cannot be
+        written."""
         record.update(status=status, **{f"{status}_at": int(time.time())}, **more)
         self.save(record)
 
@@ -357,7 +365,8 @@ def page_of(records: Sequence[dict[str, Any]], after: str | None, limit: int) ->
 
 
 def open_stores(folder: Path) -> tuple[FileStore, BatchStore]:
-    """Return the files and the batches in a folder, which is created if needed. :raises ConfigError: if it cannot be used."""
+    """Return the files and the batches in a folder, which is created if needed. :raises ConfigError: if the folder cannot be
+    used."""
     try:
         make_private(folder)
         return FileStore(folder / "files"), BatchStore(folder / "batches")

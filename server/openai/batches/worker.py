@@ -41,7 +41,7 @@ class BatchRun:
     def __init__(
         self, source: Path, journal: Journal, answers: LineAnswers, *, most_bytes: int, endpoint: str | None = None
     ) -> None:
-        """most_bytes: maximum bytes of a line. endpoint: the path that all lines must name; None allows any."""
+        """most_bytes: maximum number of bytes per line. endpoint: the path that all lines must name; None allows any path."""
         self._source = source
         self.journal = journal
         self._answers = answers
@@ -50,12 +50,16 @@ class BatchRun:
         self._ids: set[str] = set()
 
     def count(self) -> int:
-        """Return the number of lines. Reads the whole file. :raises OSError: if it cannot be read."""
+        """Return the number of lines. Reads the whole file. :raises OSError: if the file cannot be read."""
         return sum(1 for _ in lines_of(self._source, self._most_bytes))
 
     async def answer_all(self, concurrency: int, after_each: Callable[[], None] = lambda: None) -> None:
-        """Answer every line without an answer. concurrency: number of concurrent requests. after_each: called after each answer.
-        :raises OSError: if reading or journaling fails. :raises EngineDeadError: if the engine ended permanently."""
+        """Answer every line that has no answer yet. concurrency: number of concurrent requests. after_each: function to call
+        after each answer.
+
+        :raises OSError: if reading or journaling fails.
+        :raises EngineDeadError: if the engine has ended permanently.
+        """
         lines = lines_of(self._source, self._most_bytes)
         tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
         try:
@@ -72,7 +76,7 @@ class BatchRun:
                 log.error("a batch ends without %d lines whose requests cannot be cancelled", len(late))
 
     async def _work(self, lines: Iterator[RawLine], after_each: Callable[[], None]) -> None:
-        """Answer lines one after the other; several of these tasks share the iterator."""
+        """Answer lines one after another. Several tasks run this method with the same iterator."""
         for line in lines:
             await self._answer(line)
             after_each()
@@ -115,7 +119,7 @@ class RawLine(NamedTuple):
     number: int
     """Number of the line, starting at 1."""
     text: bytes | None
-    """Text of the line. None if it is longer than a request may be."""
+    """Text of the line. None if the line is longer than a request may be."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
 
 
 def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
-    """Return a line's request. urls: paths that a line may name. :raises LineError: if it is not a request for one of these."""
+    """Return a line's request. urls: paths that a line may name. :raises LineError: if the line is not a request for one of these
+    paths."""
     place = f"line {line.number}"
     if line.text is None:
         raise LineError("line_too_long", f"{place}: needs at most as many bytes as a request's body may have (max_body)")
@@ -187,7 +192,8 @@ class LineAnswers:
         refuse: Callable[[Request, Exception], Awaitable[Response]],
         is_lost: Callable[[], bool],
     ) -> None:
-        """endpoints: path -> endpoint. refuse: makes the response if one raises. is_lost: returns whether the engine is dead."""
+        """endpoints: path -> endpoint. refuse: function that makes the response if an endpoint raises an error. is_lost: function
+        that returns whether the engine is dead."""
         self.urls = endpoints
         self.is_lost = is_lost
         self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
@@ -247,7 +253,7 @@ class BatchWorker:
         self._lock = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, tuple[dict[str, Any], BatchRun | None]] = {}
-        """Current objects of unfinished batches, and the run of the batch that is being answered."""
+        """Batch id -> current object of an unfinished batch, and its run if the batch is being answered."""
         self._answering: set[str] = set()  # batches that wait or are answered; cancelling one cancels its task
         self._unsaved: dict[str, dict[str, Any]] = {}  # objects of batches that ended while the disk was not writable
 
@@ -291,7 +297,7 @@ class BatchWorker:
         return next((own for own, (record, _) in self._running.items() if record["input_file_id"] == file_id), None)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Cancel a batch, keeping its answers so far. :raises ApiError: if it is unknown or has ended."""
+        """Cancel a batch, keeping its answers so far. :raises ApiError: if the batch is unknown or has ended."""
         record, _ = self._running.get(batch_id, (None, None))
         if record is None:
             status = self.now(batch_id)["status"]
@@ -306,7 +312,7 @@ class BatchWorker:
         return self.now(batch_id)
 
     async def close(self) -> None:
-        """Stop the batches, to be resumed when a server starts again."""
+        """Stop the batches. The next server resumes them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

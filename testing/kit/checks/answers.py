@@ -1,6 +1,6 @@
 """Checks of attention outputs against float64: two steps per instance, shared plans and prefixes, padding, poisoned slots.
 
-Other checks run one instance for many steps, or test batch invariance if a backend claims it.
+Other checks run one instance for many steps, or test batch invariance if the backend claims batch invariance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ THOUSANDTH = 1_003
 
 
 def thousand(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check that the thousandth step is as correct as the first: errors in counters and in buffers that fill up appear late."""
+    """Check that the thousandth step is as correct as the first step. Errors in counters, and in buffers that fill up, appear
+    only late."""
     lens: Lens = [(5, 0, 0), (1, 20, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens] * 4, extra_tokens=4 * cell.block_size, layers=1)
     done = 0
@@ -76,7 +77,7 @@ def steps(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 @without_stray_reads
 def turns(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Check that the subject and the baseline can alternate on one cache, also within a step."""
+    """Check that the subject and the baseline can alternate on one cache, both between steps and within a step."""
     lens: Lens = [(9, 0, 0), (20, 2 * cell.block_size, 0), (5, cell.block_size + 3, 0), (1, 33, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=6 * len(lens) * cell.block_size)
     subject = session.prefill, session.decode
@@ -104,14 +105,15 @@ def cold(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
-"""Maximum error of a log-sum-exp for each dtype; its value is about 4, and sums of 16-bit inputs are computed in float32."""
+"""Maximum error of a log-sum-exp for each dtype. The log-sum-exp is about 4, and sums of 16-bit inputs are computed in
+float32."""
 _DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.float16: 12.0}
 """Maximum declared tolerance for each dtype, as a multiple of the error of plain arithmetic in that dtype."""
 
 
 @without_stray_reads
 def answer(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Check the outputs of the steps of one kind of work in one phase."""
+    """Check the outputs of a cell's steps, which have one kind of work in one phase."""
     steps = cell_steps(cell)
     session = stage.session(cell, steps, poison=poison)
     kept: list[SequencePart] = []
@@ -130,8 +132,8 @@ def cell_steps(cell: CheckCell) -> list[Lens]:
 
 
 def siblings(stage: AttentionStage, cell: CheckCell) -> str:
-    """Alternate layers that differ only in scalar parameters in one process: data cached for one layer must not be used for
-    the other."""
+    """Alternate layers that differ only in scalar parameters in one process. Data that is cached for one layer must not be used
+    for the other layer."""
     own = stage.claimed.spec(cell)
     other = sibling_of(own)
     for phase in PHASES[cell.phase]:
@@ -144,7 +146,8 @@ def siblings(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _run_alternating(sessions: Sequence[Session], lens: Lens, telling: set[int], guess: str) -> None:
-    """Run a step of two sessions, then of the first session again. A finding in a step listed in `telling` includes `guess`."""
+    """Run a step of each of two sessions, then a step of the first session again. If a step whose index is in `telling` has a
+    finding, `guess` is the finding's likely cause."""
     for number, session in enumerate((*sessions, sessions[0])):
         work = open_all(session, lens)
         try:
@@ -156,7 +159,7 @@ def _run_alternating(sessions: Sequence[Session], lens: Lens, telling: set[int],
 
 
 def shared(stage: AttentionStage, cell: CheckCell) -> str:
-    """Run layers of a kind with the plans of the first layer, as the engine does if `shares_plans` is declared."""
+    """Run a second layer of the same kind with the plans of the first layer, as the engine does if `shares_plans` is declared."""
     own = stage.claimed.spec(cell)
     other = replace(sibling_of(own), scale=own.scale, sliding_window=own.sliding_window, softcap=own.softcap)
     other = replace(other, alibi_slopes=own.alibi_slopes)
@@ -208,7 +211,7 @@ def tolerance(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _plain_error(spec: AttentionSpec) -> float:
-    """Return the relative error of a float32 softmax whose weights and output are rounded to the layer's dtype."""
+    """Return the relative error of float32 attention whose softmax weights and output are rounded to the layer's dtype."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(48, heads, spec.head_dim, generator=generator).to(spec.dtype)
@@ -224,11 +227,11 @@ def _plain_error(spec: AttentionSpec) -> float:
 
 
 _WHOLE_SPLITS = 1024
-"""kv_len of a sequence that ends with a full split, for every power-of-two split size."""
+"""kv_len of a sequence whose last split is full, for every power-of-two split size up to this length."""
 
 
 def lse(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check the log-sum-exp of every query, if a backend declares it."""
+    """Check the log-sum-exp of every query, if the backend declares that it returns log-sum-exps."""
     lens = cell_steps(cell)[0]
     if cell.phase == "decode":  # with power-of-two split sizes, a split ends where the sequence does
         lens = [*lens, (1, _WHOLE_SPLITS - 1, 0)]
@@ -315,12 +318,13 @@ BATCHES = {
 def invariance_case(
     spec: AttentionSpec, layout: CacheLayout, block_size: int, writer: CacheWriter, poison: float = float("nan")
 ) -> Case:
-    """Return all sequences of LENS over one filled cache, for a layer that requires batch invariance."""
+    """Return a case with all sequences of LENS over one filled cache, for a layer that requires batch invariance."""
     return make_case(LENS, replace(spec, batch_invariant=True), layout, block_size, writer, poison=poison)
 
 
 def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tensor]:
-    """Return the outputs of some sequences of a case, computed in a step with only these sequences. rows: their indices."""
+    """Return the outputs of some sequences of a case, computed in a step with only these sequences. rows: indices of the
+    sequences in LENS."""
     starts = case.metadata.query_start_loc_cpu.tolist()
     lens = [LENS[row] for row in rows]
     tables = [case.metadata.block_table_cpu[row].tolist() for row in rows]
@@ -333,7 +337,8 @@ def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tens
 
 
 def dependent(backend: AttentionBackend, case: Case) -> list[str]:
-    """Return the sequences whose output bits depend on other sequences, in words, each with a batch that shows the difference."""
+    """Return descriptions of the sequences whose output bits depend on other sequences, each with the name of a batch in which
+    the bits differ."""
     served = {
         row
         for row, (query_len, kv_len) in enumerate(LENS)

@@ -1,7 +1,7 @@
-"""Checks of what a backend claims: the fields of its class, refusals with reasons, options; and the trial of its plugin.
+"""Checks of a backend's claims: the fields of its class, refusals with reasons, and options; also the trial of its plugin.
 
-The trial needs an expendable process that has not loaded the plugin, so the kit's child processes do not run it. The function
-that tries plugins is passed as an argument, as for the registry.
+The trial needs an expendable process that has not loaded the plugin, so the kit's child processes do not run the trial. As for
+the registry, the function that tries plugins is passed as an argument.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ CELL = CheckCell("process")
 
 
 def source_of(plugin: Sequence[str]) -> PluginSource:
-    """Return the source of a plugin from `Subject.plugin`.
+    """Return the source of the plugin described by `Subject.plugin`.
 
-    :raises ConfigError: if its file no longer exists.
+    :raises ConfigError: if the plugin's file no longer exists.
     """
     name, owner, file = plugin
     return PluginFile.of(file, name) if file else PluginSource(name, owner)
 
 
 def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
-    """Try a plugin as a start does, ignoring stored verdicts. A finding reports what the plugin did, and in which step."""
+    """Try a plugin as a start does, but ignore stored verdicts. A finding reports the fault of the plugin and the step in which
+    it occurred."""
     started = time.perf_counter()
     (verdict,) = trial([plugin])
     more = f"; {TIMEOUT}=60 in the environment gives it more time" if verdict.fault.startswith("hangs") else ""
@@ -59,7 +60,7 @@ NO_VALUE = "\x00headway check"
 
 
 def claims(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check the class against the contract as far as possible without running it."""
+    """Check the class against the contract as far as possible without running the backend."""
     backend, claimed = stage.subject.backend, stage.subject.claims
     methods = {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"}
     for phase in claimed.phases:
@@ -102,7 +103,7 @@ def claims(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _unclaimed(stage: AttentionStage, plain: CheckCell) -> None:
-    """Check that supports() agrees with capabilities on features: unclaimed features must never be accepted."""
+    """Check that supports() agrees with the capabilities: a layer with an unclaimed feature must never be accepted."""
     spec = replace(stage.claimed.spec(plain), causal=True)
     fields = {"sliding_window": 7, "softcap": 1.5, "alibi_slopes": (0.5,) * spec.num_heads, "sinks": (0.5,) * spec.num_heads}
     both_ways = replace(spec, causal=False, dense=True, kv_dtype=None, k_scale=1.0, v_scale=1.0, alibi_slopes=None)

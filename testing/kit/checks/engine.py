@@ -1,4 +1,5 @@
-"""Check of a small random model's greedy tokens in the engine: chunked prefill, prefix hits, preemption, decode graphs."""
+"""Check of the greedy tokens of a small random model in the engine, with chunked prefill, prefix hits, preemption and decode
+graphs."""
 
 from __future__ import annotations
 
@@ -59,9 +60,9 @@ class TinyDecoder:
         return torch.matmul(hidden, self._cast["head"].T, out=out)
 
     def reference_logits(self, token_ids: list[int], cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Return float64 logits [num_tokens, vocab_size] of one whole sequence, computed with the kit's reference attention.
+        """Return float64 logits [num_tokens, vocab_size] of one complete sequence, computed with the kit's reference attention.
 
-        cached: function that returns keys and values as the cache stores them.
+        cached: function that takes keys and values and returns them as the cache stores them.
         """
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,12 +89,13 @@ def _heads(spec: AttentionSpec) -> tuple[int, int, int]:
 
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Maximum distance of a chosen token's logit below the best logit, for each dtype; the best logit is about 1."""
+"""Maximum difference between the best logit and the logit of a chosen token, for each dtype. The best logit is about 1."""
 TOKENS = 12
 
 
 def engine(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check that each token has the best logit, or nearly the best; in float32, also that all tokens match the baseline's."""
+    """Check that each token has the best logit, or nearly the best logit. In float32, also check that all tokens equal the
+    baseline's tokens."""
     spec = stage.claimed.spec(cell)
     if cell.block_size % BLOCK_MULTIPLE:
         raise Skipped(f"block_size: an engine needs a multiple of {BLOCK_MULTIPLE}, got {cell.block_size}")
@@ -121,7 +123,8 @@ def engine(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def _cached(stage: AttentionStage, cell: CheckCell, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float64 keys and values of one sequence as its cache stores them; unchanged if the cache has the layer's dtype."""
+    """Return float64 keys and values of one sequence as the subject's cache stores them. They are unchanged if the cache has the
+    layer's dtype."""
     spec, size = stage.claimed.spec(cell), cell.block_size
     if spec.kv_dtype is None:
         return k, v

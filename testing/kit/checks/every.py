@@ -1,4 +1,5 @@
-"""Checks for every kind of kernel: refusals, declared tolerance, deterministic bits, memory, and host-device synchronization."""
+"""Checks for every kind of kernel: refusals, declared tolerance, bitwise repeatability, memory, and host-device
+synchronization."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from headway.testing.kit.stage import Grid, Stage
 _STEPS = 50
 _RUNS = 4
 _NOISE_BYTES = 32 * 2**20
-"""Growth of the process in bytes up to which it is ignored, because allocators cache freed memory."""
+"""Maximum growth in process memory, in bytes, that is ignored because allocators cache freed memory."""
 
 
 def claims(stage: Grid[Any, Any]) -> None:
-    """Check the class against the contract as far as possible without running it.
+    """Check the class against the contract as far as possible without running the kernel.
 
-    :raises Finding: if a claimed dtype has no tolerance, or no layer is accepted.
+    :raises Finding: if a claimed dtype has no tolerance, or if no layer is accepted.
     """
     for dtype in stage.subject.claims.dtypes:
         if dtype not in stage.subject.backend.tolerance:
@@ -37,7 +38,7 @@ def claims(stage: Grid[Any, Any]) -> None:
 
 
 def refuse(stage: Stage[Any, Any], cell: Any) -> str:
-    """Check that an unclaimed value is refused, with reasons that state what was needed and what was got."""
+    """Check that an unclaimed value is refused, and that the reasons state the needed value and the given value."""
     answers = stage.answers(cell)
     if any(answers):
         value = getattr(cell, cell.about)
@@ -111,11 +112,13 @@ def _no_waiting(what: str) -> Iterator[None]:
 
 
 _CHANCES = 3
-"""Number of further series of steps. Only growth in all series counts as a leak."""
+"""Maximum number of additional series of steps after a series in which memory grew. Only growth in all series counts as a
+leak."""
 
 
 def _no_growth(steps: Callable[[int], None], device: torch.device) -> str:
-    """Check that memory does not grow over many steps after the first steps. steps: function that runs N further steps.
+    """Check that memory does not grow over many steps after the first steps. steps: function that runs a given number of further
+    steps.
 
     :raises Finding: if memory grows.
     """
@@ -200,7 +203,7 @@ class Recorded:
     """Captured calls over static tensors: a CUDA graph on a GPU, plain calls on a CPU."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
-        """Make the calls once, which compiles their kernels, and capture them.
+        """Make the calls once, so that their kernels are compiled, and capture the calls.
 
         :raises Finding: if the calls cannot be captured.
         """
@@ -209,7 +212,7 @@ class Recorded:
         self._graph = _capture(run) if device.type == "cuda" else None
 
     def replay(self) -> None:
-        """Run the captured calls again, and wait for their completion."""
+        """Run the captured calls again, and wait until they are complete."""
         if self._graph is None:
             with torch.inference_mode():
                 self._run()

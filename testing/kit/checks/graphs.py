@@ -1,6 +1,6 @@
-"""Checks of steps that the engine captures: planned once for the maximum lengths, then replayed with other lengths.
+"""Checks of steps that the engine captures: each step is planned once for the maximum lengths, then replayed with other lengths.
 
-On a CPU, the calls are repeated one by one instead of a graph replay.
+On a CPU, the calls are repeated one by one because no graph can be replayed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from headway.testing.kit.session import Session
 ROWS = 8
 LONGEST = {"cpu": 700, "cuda": 2048}
 _FEW_ON_A_CPU = 200
-"""Maximum length in tokens on a CPU for layers with many query heads, which are slow in an interpreter."""
+"""Maximum length in tokens of sequences on a CPU, for layers with many query heads, which are slow in an interpreter."""
 PROMPT = 136
-"""Number of tokens at which a prompt is captured."""
+"""Number of tokens for which a prompt is captured."""
 _ALIGN = 4
 
 
 def _check_captured(stage: AttentionStage, tokens: int) -> None:
-    """Skip the check if engines never capture such a step. tokens: number of tokens per sequence.
+    """Skip the check if engines never capture steps with this number of tokens per sequence. tokens: number of tokens per
+    sequence.
 
-    :raises Skipped: if no engine captures a step with this number of tokens per sequence.
+    :raises Skipped: if no engine captures such a step.
     """
     captures = stage.subject.backend.captures(tokens)
     if not captures:
@@ -42,8 +43,8 @@ def _check_captured(stage: AttentionStage, tokens: int) -> None:
 
 @without_stray_reads
 def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
-    """Capture at the maximum length, then replay at that length, at ragged lengths with padding rows, at short lengths, and at
-    the maximum again."""
+    """Capture a step at the maximum length. Then replay it at the maximum length, at ragged lengths with padding rows, at short
+    lengths, and at the maximum length again."""
     tokens = 4 if cell.phase == "verify" else 1
     _check_captured(stage, tokens)
     device = stage.subject.device.type
@@ -65,7 +66,7 @@ def graph(stage: AttentionStage, cell: CheckCell, poison: float) -> None:
 
 
 def prompt(stage: AttentionStage, cell: CheckCell) -> str:
-    """Capture a prompt of PROMPT tokens, and replay it with shorter, padded prompts, as an idle engine does."""
+    """Capture a prompt of PROMPT tokens, and replay the capture with shorter, padded prompts, as an idle engine does."""
     _check_captured(stage, PROMPT)
     # In an engine's pool, slots without a token are finite, and padding may attend to them.
     session = stage.session(cell, [[(PROMPT, 0, 0)]], poison=0.0)

@@ -17,8 +17,8 @@ BLOCKS = 40
 
 
 def layout_spec(stage: AttentionStage, cell: CheckCell) -> AttentionSpec:
-    """Return a layer for a layout's cell, whose values are part of the keys if the layout stores no values. The cell's feature is
-    a cache dtype or `none`."""
+    """Return a layer for a layout's cell. If the layout stores no values, the layer's values are part of its keys. The cell's
+    feature is a cache dtype or `none`."""
     value = stage.subject.layouts[cell.layout]
     latent, dtype = not value.has_value, CACHE_TYPES.get(cell.feature)
     scales = ((FP8_SCALES[0],) * 2 if latent else FP8_SCALES) if cell.feature == "fp8" and not value.has_scales else (1.0, 1.0)
@@ -116,9 +116,9 @@ def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def _near(name: str, given: Tensor, read: Tensor, cache: LayerCache) -> None:
-    """Check rows read from a cache that stores its own scales: the error must not exceed the rounding error.
+    """Check rows that were read from a cache that stores its own scales. The error of a row must not exceed the rounding error.
 
-    :raises Finding: if a row's error is larger.
+    :raises Finding: if a row has a larger error.
     """
     tensor = {"k": "key", "v": "value"}[name]
     axes, dtype = cache.layout.tensors.get(SCALES[tensor], ()), cache.tensors[tensor].dtype

@@ -43,8 +43,8 @@ def answer(stage: StateStage, cell: StateCell) -> str:
 
 
 def session(stage: StateStage, cell: StateCell) -> str:
-    """Run sequences that are chunked anywhere, verify draft tokens, share prefixes, move and end; compare them with runs over
-    all tokens at once."""
+    """Run sequences that are chunked anywhere, verify draft tokens, share prefixes, move and end. Compare them with runs that
+    process all tokens at once."""
     drafts = min(stage.claims.max_draft_tokens, MOST_DRAFTS)
     running = StateSession(StateParts.of(stage, cell), stage.spec(cell), stage.layouts[cell.layout])
     return Course(running, drafts).run()

@@ -332,7 +332,8 @@ def test_refusals() -> None:
     def reason(layer: AttentionSpec, block_size: int = 16) -> str:
         return str(TritonAttention.supports(layer, NHD, block_size, Phase.DECODE))
 
-    assert "head_dim: needs 32 or 64" in reason(spec(head_dim=24))
+    assert "head_dim: needs a multiple of 8 up to 512, got 20" in reason(spec(head_dim=20))
+    assert "head_dim: needs a multiple of 8 up to 512, got 520" in reason(spec(head_dim=520))
     assert "block_size: needs a multiple of 16, got 8" in reason(spec(), 8)
     assert "dtype" in reason(spec(dtype=torch.float64))
     assert "scale: needs a positive number" in reason(spec(scale=-1.0))

@@ -191,7 +191,7 @@ def test_a_summary_comes_first_and_every_mark_is_explained() -> None:
         "kv_layout nhd, block_size 16; fastest of 3 points: tie 1, b 1, a 1",
         "decode, batch size 2 (us per layer)".ljust(len(summary[2])),
     ]
-    for mark in ("speed-up: ", "tie (=): ", "~: ", "OOM: "):
+    for mark in ("speed-up: ", "tie (=): ", "~: ", "OOM: the point needs more memory"):
         assert f"\n{mark}" in marks
     assert "\nunsupported: " not in marks, "no cell says so"
     assert max(map(len, marks.splitlines())) <= 80
