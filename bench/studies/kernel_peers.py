@@ -329,7 +329,9 @@ def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
 def main(
     options: Any,
     plugin: PluginFiles = None,
-    only_peers: Annotated[str | None, typer.Option(help="Only these libraries' kernels, comma-separated. Default: all.")] = None,
+    only_peers: Annotated[
+        str | None, typer.Option(help="Libraries whose kernels to time, comma-separated. Default: all.")
+    ] = None,
 ) -> None:
     """Time attention kernels and other libraries' kernels, after checking each against float64."""
     peers = peers_of(options.phase, names_of(only_peers))
