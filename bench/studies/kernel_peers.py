@@ -213,7 +213,7 @@ class FlashInfer(KernelPeer):
         return lambda: wrapper.run(q, caches, out=out)
 
     def prefill(self, case: Case) -> Call:
-        """Return the ragged call."""
+        """Return the library's prefill call with ragged (unpaged) keys and values."""
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         spec, starts, q, k, v = case.spec, case.metadata.query_start_loc, case.q, case.k, case.v

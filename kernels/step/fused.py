@@ -140,11 +140,11 @@ class Fused(Operations):
         return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Norm rows in one launch."""
+        """Normalize rows in one launch."""
         return self._norm(x, norm, None)
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Norm rows and add them to the residual in one launch, in place."""
+        """Normalize rows and add them to the residual in one launch, in place."""
         return self._norm(x, norm, residual)
 
     def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
@@ -178,8 +178,8 @@ class Fused(Operations):
         return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if separate else None, separate)
 
     def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate heads in one launch, in place. Four more launches are needed if heads are normed without RoPE, or if
-        one norm covers all heads."""
+        """Normalize and rotate heads in one launch, in place. Four more launches are needed if heads are normed without RoPE, or
+        if one norm covers all heads."""
         return self._split_heads(qkv, heads, rope, heads.q_norm is not None and (rope is None or heads.whole_norm))
 
     def _split_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None, separate: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +200,7 @@ class Fused(Operations):
         return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
 
     def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
-        """Norm the heads of q and of k in place, in separate launches. Return `heads` without its norms."""
+        """Normalize the heads of q and of k in place, in separate launches. Return `heads` without its norms."""
         assert heads.q_norm is not None
         assert heads.k_norm is not None
         q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
@@ -212,8 +212,8 @@ class Fused(Operations):
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: RowScale | None) -> None:
-        """Norm and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied, and
-        their epsilon.
+        """Normalize and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied,
+        and their epsilon.
         """
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
@@ -283,8 +283,8 @@ class Fused(Operations):
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
-        """Norm latents and rotate queries and keys in one launch, in place. Without RoPE, two more launches fill cos with 1 and
-        sin with 0."""
+        """Normalize latents and rotate queries and keys in one launch, in place. Without RoPE, two more launches fill cos with 1
+        and sin with 0."""
         if rope is None:
             size = q.shape[0], config.qk_rope_head_dim // 2
             rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)

@@ -114,8 +114,8 @@ compiled in every step."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParts:
-    """Parts from which the executor of one device is made. All ranks of an engine make their executors from equal parts, at the
-    same time."""
+    """Parts from which the executor of one device is made. All ranks of an engine make their executors from identical parts, at
+    the same time."""
 
     model: Model
     source: Kernels
