@@ -55,25 +55,25 @@ def _parameter(flag: _Flag, panel: str) -> inspect.Parameter:
 
 _FLAGS: Final = (
     _Flag("max_tokens", int, "Maximum number of tokens to generate."),
-    _Flag("min_tokens", int, "Minimum number of tokens before the text may end."),
-    _Flag("temperature", float, "0 always takes the most likely token (greedy)."),
+    _Flag("min_tokens", int, "Minimum number of tokens to generate before the text may end."),
+    _Flag("temperature", float, "Sampling temperature. 0 means greedy: always the most likely token."),
     _Flag("top_p", float, "Sample from the smallest set of tokens that reaches this probability."),
-    _Flag("top_k", int, "Sample from this many most likely tokens. -1 means all tokens."),
+    _Flag("top_k", int, "Sample from the N most likely tokens. -1 means all tokens."),
     _Flag("min_p", float, "Exclude tokens with less than this fraction of the most likely token's probability."),
-    _Flag("repetition_penalty", float, "Above 1 makes tokens of the prompt and the output less likely."),
-    _Flag("presence_penalty", float, "-2 to 2: subtracted from the logits of tokens that are already in the output."),
-    _Flag("frequency_penalty", float, "-2 to 2: subtracted from a token's logit once for each occurrence in the output."),
-    _Flag("seed", int, "Random seed, for repeatable sampling."),
-    _Flag("n", int, "Number of completions for the prompt, which is computed once."),
+    _Flag("repetition_penalty", float, "Penalty for tokens of the prompt and the output. Above 1 makes them less likely."),
+    _Flag("presence_penalty", float, "Value to subtract from the logits of tokens in the output, from -2 to 2."),
+    _Flag("frequency_penalty", float, "Value to subtract from a token's logit per occurrence in the output, from -2 to 2."),
+    _Flag("seed", int, "Random seed for repeatable sampling."),
+    _Flag("n", int, "Number of completions for the prompt; the prompt is computed only once."),
     _Flag("stop", list[str], "Text that ends the completion. Repeatable."),
     _Flag("ignore_eos", bool, "Continue past the model's end-of-text token."),
-    _Flag("logprobs", int, "Show each token's log-probability, and the log-probabilities of this many most likely tokens."),
+    _Flag("logprobs", int, "Show log-probabilities of each token and of the N most likely tokens at its position."),
 )
 _FORMS: Final = (
     _Flag("json", str, "JSON schema for the output: a file, or the schema itself.", spelled="--json-schema"),
     _Flag("regex", str, "Regular expression for the output."),
-    _Flag("choice", list[str], "Allowed output. Repeatable: the completion is exactly one of them."),
-    _Flag("grammar", str, "Grammar for the output, in Lark's or llama.cpp's notation: a file, or the grammar itself."),
+    _Flag("choice", list[str], "Allowed output. Repeatable; the completion is exactly one of the allowed outputs."),
+    _Flag("grammar", str, "Grammar for the output, in Lark or llama.cpp (GBNF) notation: a file, or the grammar itself."),
 )
 
 
@@ -158,7 +158,7 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     text = help_texts()[name]
     default = {**_defaults(), **(defaults or {})}[name]
     if name == "attn_options":
-        options = "Backend option, as NAME.key=value. Repeatable."
+        options = "Option of an attention backend, as NAME.key=value. Repeatable."
         return _Flag(name, list[str] | None, options, None, lambda texts: parse_attn_options(texts or []), "--attn-opt")
     if name == "plugin_policy":
         return _Flag(name, str | None, text, spelled="--plugins")
@@ -170,7 +170,8 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     if name == "block_size":
         return _Flag(name, str, text.partition(" Default")[0], "auto" if default is None else str(default), parse_block_size)
     if name == "cudagraph_capture_sizes":
-        return _Flag(name, str | None, text, default, lambda sizes: sizes_of("--cudagraph-capture-sizes", sizes))
+        listed = "Decode batch sizes to capture as CUDA graphs, comma-separated. Default: sizes up to --max-num-seqs."
+        return _Flag(name, str | None, listed, default, lambda sizes: sizes_of("--cudagraph-capture-sizes", sizes))
     kind = get_args(option_types()[name])[0]
     if {int, str} <= set(get_args(kind)):  # a size, as a number or as a text such as 4GiB
         kind = str | None if NoneType in get_args(kind) else str

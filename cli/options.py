@@ -41,7 +41,7 @@ ConfigFile = Annotated[
         "--config",
         callback=_take,
         is_eager=True,
-        help="YAML file of option values, keyed by option names without leading dashes. The command line takes precedence.",
+        help="YAML file of option values, keyed by option names without leading dashes. Command-line options take precedence.",
     ),
 ]
 """Type of a command's parameter for the option --config."""
@@ -110,14 +110,14 @@ PluginFiles = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN_H
 AdapterModules = Annotated[
     list[str] | None,
     typer.Option(
-        help='LoRA adapter that requests select as their model: NAME=FOLDER, or {"name": ..., "path": ...}. Repeatable.',
+        help='LoRA adapter that requests select as model: NAME=FOLDER, or {"name": ..., "path": ...}. Repeatable.',
         rich_help_panel="Adapters",
     ),
 ]
 """The option --lora-modules, for commands whose requests name a model or an adapter."""
 AdapterFolder = Annotated[
     str | None,
-    typer.Option(help="Folder of a LoRA adapter to generate with; implies --enable-lora.", rich_help_panel="Adapters"),
+    typer.Option(help="Folder of a LoRA adapter to generate with. Implies --enable-lora.", rich_help_panel="Adapters"),
 ]
 """The option --lora, for commands that generate with one adapter."""
 

@@ -31,81 +31,82 @@ P = ParamSpec("P")
 class EngineArgs(EngineConfig):
     """Options for loading and running a model; None selects the default. `headway.compat.vllm.EngineArgs` also takes vLLM's."""
 
-    model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
+    model: Annotated[str, "Model: smollm2, a folder with safetensors, a .gguf file, or a Hugging Face Hub id."] = "smollm2"
     _: dataclasses.KW_ONLY
     tokenizer: Annotated[
-        str | None, "Tokenizer to use instead of the model's: a folder, a .gguf file, or a Hugging Face hub id."
+        str | None, "Tokenizer to use instead of the model's: a folder, a .gguf file, or a Hugging Face Hub id."
     ] = None
-    revision: Annotated[str | None, "Branch, tag or commit of a model on a Hugging Face hub. Default: its main branch."] = None
-    download_dir: Annotated[str | None, "Folder for files downloaded from a hub. Default: huggingface_hub's own."] = None
+    revision: Annotated[str | None, "Branch, tag or commit of a model on the Hugging Face Hub. Default: the main branch."] = None
+    download_dir: Annotated[str | None, "Folder for files downloaded from the Hub. Default: the cache of huggingface_hub."] = None
     hf_overrides: Annotated[
         Mapping[str, Any] | None,
-        "Values to use instead of config.json's; a value for text_config is merged into it.",
+        "Values that override config.json; a value for text_config is merged into it.",
     ] = None
     generation_config: Annotated[
-        str, "Default sampling parameters: auto, the model's recommendation, or vllm, vLLM's defaults."
+        str, "Default sampling parameters: auto (the model's recommendation) or vllm (vLLM's defaults)."
     ] = "auto"
     dtype: Annotated[str, "Element type: auto, float32 (float), bfloat16 or float16 (half)."] = "auto"
     device: Annotated[str, "Device: auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,
-        "auto, or dummy: random weights in a model's shapes (built in: qwen3-0.6b, gemma-4-e2b, llama-3-8b, "
-        "llama-3-70b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b).",
+        "Weights: auto (the model's files) or dummy (random weights in the model's shapes; built-in shapes: qwen3-0.6b, "
+        "gemma-4-e2b, llama-3-8b, llama-3-70b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b).",
     ] = "auto"
     experts_kernel: Annotated[
         str,
-        "Kernel for expert layers (MoE): auto, or a kernel's NAME; layers that it does not support use the kernel that "
+        "Kernel for expert layers (MoE): auto or NAME. Layers that the named kernel does not support use the kernel that "
         "auto selects.",
     ] = "auto"
     linear_kernel: Annotated[
         str,
-        "Kernel for linear layers: auto, or a kernel's NAME; layers that it does not support use the kernel that auto selects.",
+        "Kernel for linear layers: auto or NAME. Layers that the named kernel does not support use the kernel that auto selects.",
     ] = "auto"
     quantization: Annotated[
         str | None,
-        "fp8: quantize linear layers while loading, one scale per row. Default: the checkpoint's format.",
+        "Format to quantize linear layers to while loading: fp8, with one scale per row. Default: the checkpoint's format.",
     ] = None
     speculative_model: Annotated[
-        str | None, "Draft model for speculative decoding: a smaller model with the same vocabulary, given like the model."
+        str | None,
+        "Draft model for speculative decoding: a smaller model with the same vocabulary, in any form that model accepts.",
     ] = None
     model_impl: Annotated[
-        str, "Model implementation: headway (its own decoder), transformers, or auto, the first that supports the model."
+        str, "Model implementation: headway (Headway's decoder), transformers, or auto (the first that supports the model)."
     ] = "auto"
     torch_compile: Annotated[
         bool | None,
-        "Apply torch.compile to a transformers implementation. Default: on a GPU without enforce_eager.",
+        "Apply torch.compile to a transformers implementation. Default: only on a GPU, unless enforce_eager is set.",
     ] = None
     runner: Annotated[
-        str, "Model runner: generate (texts), pooling (embeddings and scores), or auto, detected from the model's files."
+        str, "Model runner: generate (text), pooling (embeddings and scores), or auto (detected from the model's files)."
     ] = "auto"
-    task: Annotated[str, "Task of the model, more specific than runner: generate, embed, score, reward, or auto."] = "auto"
+    task: Annotated[str, "Task of the model, more specific than runner: generate, embed, score, reward or auto."] = "auto"
     skip_tokenizer_init: Annotated[bool, "Do not load a tokenizer: prompts and outputs are token ids only."] = False
     num_threads: Annotated[int | None, "Number of CPU threads. Default: one per free core."] = None
     crossover_table: Annotated[
         str | Sequence[str] | None,
-        "Crossover table for auto to use, or several for several kinds of layers. Default: this machine's own.",
+        "Crossover table for auto to use, or several for several kinds of layers. Default: the table of this machine.",
     ] = None
     autotune_budget: Annotated[
-        float | None, "Maximum seconds for measuring at the first start. 0 disables it. Default: 20 on a GPU, 3 on a CPU."
+        float | None, "Maximum seconds to measure backends at the first start. 0 disables it. Default: 20 on a GPU, 3 on a CPU."
     ] = None
-    log_stats_interval: Annotated[float | None, "Seconds between two statistics lines in the log. Default: no statistics."] = None
+    log_stats_interval: Annotated[float | None, "Seconds between statistics lines in the log. Default: no statistics."] = None
     plugins: Annotated[
         Iterable[object],
-        "Plugins to register in addition to installed ones: objects with hooks, backend classes, or files with either, as "
-        "FILE.py or FILE.py:CLASS.",
+        "Plugins to register in addition to installed plugins: objects with hooks, backend classes, or files that contain "
+        "either, as FILE.py or FILE.py:CLASS.",
     ] = ()
     backends: Annotated[
         Iterable[type[Kernel]], "Backend and kernel classes to register like plugins; attn_backend selects one by name."
     ] = ()
     logits_processors: Annotated[
         Iterable[object],
-        "Logits processor classes in vLLM's v1 form, or their paths as MODULE:CLASS, which change every batch's logits.",
+        "Logits processors to apply to every batch: classes in vLLM's v1 form, or their paths as MODULE:CLASS.",
     ] = ()
     worker_extension_cls: Annotated[str, "Class, as MODULE.CLASS, whose methods LLM.collective_rpc can also call."] = ""
     plugin_policy: Annotated[
-        str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
+        str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: $HEADWAY_PLUGINS, else all."
     ] = None
-    registry: Annotated[Registry | None, "Registry to use instead of a new one."] = None
+    registry: Annotated[Registry | None, "Plugin registry to use instead of a new one."] = None
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):

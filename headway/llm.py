@@ -320,9 +320,9 @@ class LLM(EngineAccess):
     ) -> list[PoolingRequestOutput]:
         """Return a reward model's or token classifier's results for each token or step of a prompt.
 
-        Each output's data is float32 [tokens, labels], or [steps, labels] for a model that rewards steps. Arguments: see `embed`.
+        Each output's data is float32 [tokens, labels], or [steps, labels] for a model that scores steps. Arguments: see `embed`.
         :raises PromptError: if a prompt is empty or too long; checked before any prompt runs.
-        :raises ConfigError: if the model does not reward tokens.
+        :raises ConfigError: if the model does not score tokens or steps.
         """
         check_keywords("LLM.reward", others, ("prompts", "use_tqdm", "pooling_params"))
         return self.pooling.run(

@@ -296,9 +296,14 @@ class DecoderConfig:
 
     def of_layer(self, layer: LayerConfig) -> DecoderConfig:
         """Return the configuration with the sizes and tensor names of one layer."""
-        own = {name: getattr(layer, name) for name in ("names", "head_dim", "num_kv_heads", "intermediate_size")}
-        changed = {name: value for name, value in own.items() if value not in (None, getattr(self, name))}
-        return replace(self, **changed) if changed else self
+        own = replace(
+            self,
+            names=layer.names or self.names,
+            head_dim=layer.head_dim or self.head_dim,
+            num_kv_heads=layer.num_kv_heads or self.num_kv_heads,
+            intermediate_size=layer.intermediate_size or self.intermediate_size,
+        )
+        return self if own == self else own
 
     def place_of(self, index: int) -> int:
         """Return the index of a layer's KV cache among the model's KV caches."""

@@ -241,7 +241,7 @@ def _weights(
         left = (
             "weights: the blocks of the .gguf file are not used, because quantization=%s quantizes the dequantized weights again"
         )
-        log.warning(left + "; without it they are used, and need less memory", quantization)
+        log.warning(left + "; leave it out to use the blocks, which need less memory", quantization)
     supports = partial(kernels.reads, dtype=dtype) if kernels is not None else _never
     supports_experts = (
         partial(reads_expert_weight, dtype=dtype, device=device, options=experts) if kernels is not None else _never

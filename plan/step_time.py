@@ -25,7 +25,7 @@ class StepWork:
     query_lens: Sequence[int] = ()
     """Number of new tokens of each prompt or chunk of a prompt."""
     kv_lens: Sequence[int] = ()
-    """Number of cached plus new tokens of each of these prompts."""
+    """Number of cached plus new tokens of each prompt or chunk, in the order of query_lens."""
     num_decodes: int = 0
     """Number of sequences that decode one token."""
     decode_kv: int = 0

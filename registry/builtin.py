@@ -40,7 +40,7 @@ def _writer(device: torch.device) -> CacheWriter:
             from headway.backends.triton.write_kernel import Writer
         except ImportError as error:
             hint = "pip install 'headway[triton]'"
-            log.warning("cache writes go through torch, which waits for the GPU in every layer: %s (%s)", error, hint)
+            log.warning("KV cache: writes use torch, which waits for the GPU in every layer: %s (%s)", error, hint)
         else:
             return Writer()
     from headway.core.contract.layout import write_rows

@@ -83,7 +83,7 @@ def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool =
     untried = {path: plugin for path, plugin in zip(paths, plugins, strict=True) if path not in found}
     if untried and trial:
         named = ", ".join(plugin.name for plugin in untried.values())
-        log.warning("trying in a separate process, once: plugin%s %s", "s" * (len(untried) > 1), named)
+        log.warning("plugins: trying %s once in a separate process", named)
         for (path, plugin), verdict in zip(untried.items(), trial(list(untried.values())), strict=True):
             found[path] = verdict
             if not (
@@ -105,4 +105,4 @@ def _remember(path: Path, plugin: PluginSource, verdict: Verdict) -> None:
     try:
         write_whole(path, json.dumps({"plugin": plugin.name, "owner": plugin.owner, **asdict(verdict)}, indent=1).encode())
     except OSError as error:
-        log.warning("plugin %s must be tried at every start (some seconds): %s cannot be written (%s)", plugin.name, path, error)
+        log.warning("plugin %s: tried at every start, which takes seconds: %s cannot be written (%s)", plugin.name, path, error)

@@ -83,7 +83,7 @@ class IgnoredFields:
         new = [name for name in shown_names if name not in self._logged]
         if new and len(self._logged) < _MOST_LOGGED:
             self._logged.update(new)
-            log.warning("%s: fields that this server does not know are ignored: %s", path, ", ".join(new))
+            log.warning("%s: unknown fields are ignored: %s", path, ", ".join(new))
         more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         return [(HEADER, ", ".join([*shown_names, *more]).encode("latin-1"))]
 

@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
         """Give requests `shutdown_timeout` seconds to end, then end them."""
         if self.server_state.tasks:
             seconds = self._shutdown_timeout
-            log.warning("shutting down: requests that have up to %g s to end: %d", seconds, len(self.server_state.tasks))
+            log.warning("shutting down: waiting up to %g s for running requests: %d", seconds, len(self.server_state.tasks))
         if self._service is not None:
             self._service.stop()
         await self._batches.close()
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
     def _end_requests(self) -> None:
         if self.server_state.tasks:
             count, seconds = len(self.server_state.tasks), self._shutdown_timeout
-            log.warning("shutting down: aborting requests that ran longer than %g s (--shutdown-timeout): %d", seconds, count)
+            log.warning("shutting down: aborting requests still running after %g s (--shutdown-timeout): %d", seconds, count)
         self._llm.shutdown()
 
     @property
@@ -156,7 +156,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     if options.api_key is None and not is_local(host):
         log.warning(
-            "listening on %s without an API key: anyone who can reach this machine can use the model; see --api-key", host
+            "listening on %s without an API key: anyone who can reach this machine can use the model; --api-key sets a key", host
         )
     Server(llm, options, host, 0, started_at).run([sock])
     if llm.failure is not None:

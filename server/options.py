@@ -38,60 +38,66 @@ class ServerOptions:
         str | None,
         _SERVER(
             envvar="HEADWAY_API_KEY",
-            help="Key that requests must send as Authorization: Bearer KEY. Other processes on this machine can read the "
-            "command line.",
+            help="Key that requests must send as Authorization: Bearer KEY. Prefer the environment variable: other processes on "
+            "this machine can read the command line.",
         ),
     ] = None
     served_model_names: Annotated[
-        Sequence[str], _SERVER("--served-model-name", help="Model name that requests use. Repeatable; default: MODEL.")
+        Sequence[str], _SERVER("--served-model-name", help="Model name that requests use. Repeatable. Default: MODEL.")
     ] = ()
     lora_modules: Sequence[LoRARequest] = ()
     """Loaded adapters, which requests may name as their model."""
-    log_requests: Annotated[bool, _SERVER("--log-requests", help="Log a line for every request.")] = False
+    log_requests: Annotated[bool, _SERVER("--log-requests", help="Log one line per request.")] = False
     enable_request_id_headers: Annotated[
         bool,
-        _SERVER("--enable-request-id-headers", help="Answer with the header X-Request-Id: the request's value, or a new one."),
+        _SERVER("--enable-request-id-headers", help="Return the header X-Request-Id: the request's value, or a new one."),
     ] = False
     profile_dir: Annotated[
         Path | None,
-        _SERVER(help="Enable /start_profile and /stop_profile, and write traces of engine steps into this folder."),
+        _SERVER(help="Folder for traces of engine steps. Enables /start_profile and /stop_profile."),
     ] = None
     allowed_hosts: Annotated[
         Sequence[str],
-        _SERVER(help="Allowed value of the Host header; *.example.org allows all subdomains. Repeatable; default: any."),
+        _SERVER(help="Allowed value of the Host header. *.example.org allows all subdomains. Repeatable. Default: any."),
     ] = ()
     allowed_origins: Annotated[
         Sequence[str],
         _SERVER(
-            help="Origin whose browser scripts may call this server (CORS), such as https://example.org; * means any. "
-            "Repeatable, or a JSON list; default: none."
+            help="Origin whose browser scripts may call this server (CORS), such as https://example.org. * means any. "
+            "Repeatable, or a JSON list. Default: none."
         ),
     ] = ()
     split_special_tokens: Annotated[
         bool,
         _SERVER(
             "--split-special-tokens",
-            help="Tokenize control tokens in messages of users and tools as text; a request may override this.",
+            help="Tokenize control tokens in user and tool messages as plain text. A request can override this.",
         ),
     ] = False
     generation_config: Annotated[
         str,
         _SERVER(help="Default sampling parameters: auto (the model's recommendation), vllm (vLLM's defaults), or a folder."),
     ] = "auto"
-    chat_template: Annotated[str | None, _CHAT(help="Chat template: a file or the text itself. Default: the model's own.")] = None
+    chat_template: Annotated[
+        str | None, _CHAT(help="Chat template: a file, or the template itself. Default: the model's template.")
+    ] = None
     tool_call_parser: Annotated[
-        str | None, _CHAT(help="Format of the model's tool calls. Default: detected from its chat template.")
+        str | None, _CHAT(help="Format of the model's tool calls. Default: detected from the chat template.")
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        _CHAT(help="Format of the model's reasoning; none: as content. Default: detected from its chat template."),
+        _CHAT(help="Format of the model's reasoning. none leaves it in the content. Default: detected from the chat template."),
     ] = None
-    enable_auto_tool_choice: Annotated[bool, _CHAT(help="Parse tool calls for requests with tool_choice auto.")] = True
-    max_queue: Annotated[int, _LIMIT(min=1, help="Maximum requests waiting for a first token; others get 429.")] = 1024
+    enable_auto_tool_choice: Annotated[bool, _CHAT(help="Parse tool calls for requests with tool_choice=auto.")] = True
+    max_queue: Annotated[
+        int, _LIMIT(min=1, help="Maximum number of requests that wait for a first token. Further requests get status 429.")
+    ] = 1024
     max_body_bytes: Annotated[int, _LIMIT("--max-body", min=1, help="Maximum size of a request body in bytes.")] = 16 * 2**20
-    max_connections: Annotated[int, _LIMIT(min=1, help="Maximum number of connections; further ones get 503.")] = 4096
+    max_connections: Annotated[int, _LIMIT(min=1, help="Maximum number of connections. Further connections get status 503.")] = (
+        4096
+    )
     otlp_traces_endpoint: Annotated[
-        str | None, _SERVER(help="OTLP endpoint for one span per request (needs the extra otel).")
+        str | None, _SERVER(help="OTLP endpoint to send one span per request to. Needs the extra otel.")
     ] = None
     operator_paths: Annotated[
         bool,
@@ -100,21 +106,32 @@ class ServerOptions:
         ),
     ] = False
     files_dir: Annotated[
-        Path | None, _SERVER(help="Let clients store files and run batches. The folder keeps both across restarts.")
+        Path | None,
+        _SERVER(help="Folder that keeps clients' files and batches across restarts. Enables /v1/files and /v1/batches."),
     ] = None
-    max_file_bytes: Annotated[int, _LIMIT("--max-file", min=1, help="Maximum bytes of a file, with --files-dir.")] = 200 * 2**20
+    max_file_bytes: Annotated[
+        int, _LIMIT("--max-file", min=1, help="Maximum size of an uploaded file in bytes. Needs --files-dir.")
+    ] = 200 * 2**20
     batch_concurrency: Annotated[
         int | None,
-        _LIMIT(min=1, help="Maximum concurrent lines of a batch. Default: half of --max-num-seqs."),
+        _LIMIT(min=1, help="Maximum number of concurrent requests of a batch. Default: half of --max-num-seqs."),
     ] = None
     max_stored_responses: Annotated[
-        int, _LIMIT(min=0, help="Number of responses of /v1/responses to keep in memory, so that they can be continued by id.")
+        int, _LIMIT(min=0, help="Number of /v1/responses results to keep in memory, for requests that continue them by id.")
     ] = 1000
-    request_timeout: Annotated[float | None, _LIMIT(min=0.001, help="Maximum seconds per request. Default: no limit.")] = None
-    read_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum seconds for a client to send a request.")] = 30.0
-    write_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum seconds in which a client reads nothing.")] = 60.0
-    shutdown_timeout: Annotated[float, _LIMIT(min=0, help="Seconds for running requests to finish after SIGTERM.")] = 30.0
-    step_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds without a finished step until /health gives 503.")] = 300.0
+    request_timeout: Annotated[
+        float | None, _LIMIT(min=0.001, help="Maximum duration of a request in seconds. Default: no limit.")
+    ] = None
+    read_timeout: Annotated[float, _LIMIT(min=0.001, help="Maximum time in seconds for a client to send a request.")] = 30.0
+    write_timeout: Annotated[
+        float, _LIMIT(min=0.001, help="Seconds without a read by the client after which its connection is closed.")
+    ] = 60.0
+    shutdown_timeout: Annotated[
+        float, _LIMIT(min=0, help="Seconds for running requests to finish after SIGTERM. Then they are aborted.")
+    ] = 30.0
+    step_timeout: Annotated[float, _LIMIT(min=0.001, help="Seconds without a finished step after which /health returns 503.")] = (
+        300.0
+    )
     chat_parsers: Sequence[ChatParserInfo] = ()
 
     @cached_property

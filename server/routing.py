@@ -67,7 +67,7 @@ class DirectMiddleware:
         except Exception as error:
             response = await self._refuse(request, error)
             if response.status_code == 500:  # a bug in the server
-                log.error("a request has failed", exc_info=error)
+                log.error("server: a request failed", exc_info=error)
         await response(scope, receive, send)
 
 

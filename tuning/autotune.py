@@ -190,7 +190,7 @@ class RegisteredLayer(TunedLayer):
             log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
         if refused and not of_layer:
             got = " and ".join(f"one for {table.spec}" for _, table, _ in refused)
-            log.warning("auto uses the rank order: crossover_table needs a table for %s, got %s", self.measured.spec, got)
+            log.warning("auto: using the rank order; crossover_table needs a table for %s, got %s", self.measured.spec, got)
         return None
 
     def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:

@@ -31,7 +31,7 @@ GRAPH_CONTEXT = 8192
 the number of chunks to use. A larger value would help batches of few, very long sequences, but launch more programs without work
 for other batches. Other values were not measured."""
 LONGEST_KEY, LONGEST_VALUE = 576, 512
-"""Maximum head_dim and v_head_dim, as in DeepSeek's MLA. Larger heads do not fit the registers together with a query tile."""
+"""Maximum head_dim and v_head_dim. Larger heads do not fit the registers together with a query tile."""
 FP8_CAPABILITY = (8, 9)
 """Minimum compute capability with instructions that convert e4m3."""
 
@@ -46,7 +46,7 @@ class TritonAttention(AttentionBackend):
         kv_dtypes=(torch.float8_e4m3fn, torch.int8),
         devices=("cpu", "cuda") if INTERPRETED else ("cuda",),
         block_multiple=16,
-        head_dims=(32, 64, 80, 96, 128, 256),
+        head_dims=tuple(range(8, 513, 8)),
         v_head_dims=None,
         value_in_key=True,
         lse=True,
@@ -71,11 +71,11 @@ class TritonAttention(AttentionBackend):
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
         # No fused write if: cache elements are 8-bit, since they are unpacked from the cache; key and value lengths differ, since
         # that takes two tiles; batch invariance, since mixed steps use the writer and must give the same bits.
-        equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
-        self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
+        layer = Layer.of(spec)
+        self.decode_writes = layer.equal_tiles and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         setup = KernelSetup(
             spec=spec,
-            layer=Layer.of(spec),
+            layer=layer,
             layout=layout,
             block_size=block_size,
             arch=arch,

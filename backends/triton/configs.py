@@ -78,6 +78,7 @@ class Architecture:
     - "fp8": for FP8 caches.
     - "many": alternative to "few" for many programs of one token each, if a tile is within one block and rows are contiguous (not
       in vllm_5d).
+    - "wide": replaces "few" for rows of more than 256 elements.
     - "latent": for layers whose value is in the key (MLA).
     - "latent wide": replaces "latent" for 64 or more query rows.
     """
@@ -91,6 +92,10 @@ class Architecture:
     wide: PrefillConfig | None = None
     """Configuration for rows of 257 to 512 bytes. None means that the other configurations are used with half the keys per
     tile."""
+    widest: PrefillConfig | None = None
+    """Configuration for rows of 257 to 512 elements. None means that smaller tiles of the other configurations are used."""
+    shared_memory: int = 101_376
+    """Bytes of shared memory that a program may use (CUDA C++ Programming Guide, Technical Specifications)."""
 
 
 SHORT_PROMPT = 2048
@@ -106,6 +111,9 @@ SM_90 = Architecture(
             128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, busy_us=2.02, wave_us=1.7, bytes_per_us=4.1e6
         ),
         "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
+        "wide": DecodeConfig(
+            16, 4, 5, residents=1, tile_us=1.3, wave_us=5.0, merge_us=0.05, merge_row_us=0, merge_launch_us=2, bytes_per_us=4.1e6
+        ),
         "latent": DecodeConfig(
             32,
             4,
@@ -130,6 +138,8 @@ SM_90 = Architecture(
     # Gathering a row occupies the load units as long as the tensor cores need for 128 queries: use each row for 256 queries.
     extend_gather=PrefillConfig(block_m=256, block_n=64, num_warps=16, num_stages=3),
     wide=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2),
+    widest=PrefillConfig(block_m=64, block_n=64, num_warps=8, num_stages=1, tma=True),
+    shared_memory=232_448,
 )
 SM_80 = Architecture(
     "sm_80",
@@ -141,13 +151,15 @@ SM_80 = Architecture(
     _PLAIN,
     _PLAIN,
     _PLAIN,
+    shared_memory=166_912,
 )
 DEFAULT = Architecture(
     "default", {"few": DecodeConfig(block_n=32, num_warps=4, num_stages=3, residents=3)}, _SMALL, _SMALL, _SMALL, _SMALL
 )
 """Configurations for architectures without tuning: little shared memory and shallow pipelines."""
+_TINY_DECODE = DecodeConfig(block_n=16, num_warps=4, num_stages=1)
 INTERPRETER = Architecture(
-    "interpreter", {"few": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY
+    "interpreter", {"few": _TINY_DECODE, "wide": replace(_TINY_DECODE, merge_launch_us=1)}, _TINY, _TINY, _TINY, _TINY
 )
 """Configurations for Triton's interpreter: small tiles, so that small tests cover several tiles."""
 
@@ -167,11 +179,12 @@ def decode_configs(
     """Return the decode configurations for a cache. The configuration for launches with few programs comes first. Rows of more
     than 256 bytes get smaller tiles."""
     table, row_bytes = arch.decode, block_d * itemsize
-    few = _shrunk(table.get("fp8", table["few"]) if itemsize == 1 else table["few"], row_bytes)
+    name = "fp8" if itemsize == 1 else "wide" if block_d > 256 else "few"
+    few = _shrunk(table.get(name, table["few"]), row_bytes, arch.shared_memory)
     many = table.get("many")
     if many is None or itemsize == 1 or split_rows or block_size % many.block_n:
         return (few,)
-    return few, _shrunk(many, row_bytes)
+    return few, _shrunk(many, row_bytes, arch.shared_memory)
 
 
 def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
@@ -186,11 +199,15 @@ def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
     return config
 
 
-def _shrunk(config: DecodeConfig, row_bytes: int) -> DecodeConfig:
-    while row_bytes > 256 and config.block_n > 16:
-        row_bytes //= 2
+def _shrunk(config: DecodeConfig, row_bytes: int, shared_memory: int) -> DecodeConfig:
+    """Return a configuration with smaller tiles and fewer stages, whose keys and values fit in shared memory."""
+    size = row_bytes
+    while size > 256 and config.block_n > 16:
+        size //= 2
         config = replace(config, block_n=config.block_n // 2)
-    return config
+    tile = 2 * row_bytes * config.block_n
+    most = 1 + max(0, (shared_memory - tile // 4) // tile)  # Triton keeps num_stages - 1 tiles
+    return replace(config, num_stages=min(config.num_stages, most))
 
 
 def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: int, group: int, paged: int) -> PrefillConfig:
@@ -207,6 +224,8 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
         config = arch.prefill_short if query_len <= SHORT_PROMPT else arch.prefill
     if arch.wide is not None and 128 < block_d <= 256 and itemsize == 2:
         config = replace(arch.wide, tma=config.tma)
+    elif arch.widest is not None and 256 < block_d <= 512 and itemsize == 2 and (not paged or paged % 64 == 0):
+        config = arch.widest
     elif block_d > 128 or itemsize == 4:
         config = _less(config, block_d, itemsize)
     rows = query_len * group

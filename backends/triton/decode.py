@@ -15,10 +15,11 @@ from headway.backends.triton.chunk_kernel import Chunks, cut_sequences, max_chun
 from headway.backends.triton.configs import INVARIANT_SPLITS, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
+from headway.backends.triton.merge_kernel import merge_chunks
 from headway.backends.triton.splits import FAN, choose_split
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
-from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, aligned, launches_early, specialised
+from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, aligned, launches_early, specialised
 
 EARLY_SEQUENCES = 8
 """Maximum number of sequences for which the kernel after decode may start early and prefetch its weights. With more sequences, an
@@ -28,6 +29,12 @@ of 970, but a step with 16 sequences takes 1349 us instead of 1308."""
 AHEAD_TILES, AHEAD_SEQUENCES = 4, 16
 """Number of key tiles that a program prefetches to L2 while the previous kernel runs, and maximum number of sequences for which
 keys are prefetched."""
+
+MERGE_WARPS, MERGED = 4, 16
+"""Number of warps of a program of `merge_chunks`, and number of partial results per row that it loads at once."""
+
+SHORTEST_DOT = 16
+"""Minimum length of the inner dimension of a `tl.dot`."""
 
 _MAX_STRIDES = (
     256  # Maximum number of cached stride combinations: a paged cache has few, growing dense tensors have new ones each step
@@ -93,6 +100,7 @@ class Decode:
         """Compile-time constants, strides and the launcher's key, keyed by all properties that they depend on."""
         self.launch = Launcher(split_kv_decode)
         self.launch_split = Launcher(cut_sequences)
+        self._launch_merge = Launcher(merge_chunks)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
         """Return the candidate configurations for a maximum number of query tokens per sequence."""
@@ -249,8 +257,21 @@ class Decode:
         )
         grid = (plan.items, len(plan.chunks.table), 1)
         bound = self.launch.bind(compiled, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
+        merge = self._merge(plan, out, tensors[6], lse, compiled) if plan.config.merge_launch_us else None
         if bound is not None:
-            plan.launches[key] = bound
+            plan.launches[key] = with_merge(bound, merge)
+
+    def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
+        """Launch the merge of partial results, and return the bound launch. Return None if there are no partial results, or no
+        launch was bound. key: compile-time constants and alignments."""
+        if not plan.chunks.split:
+            return None
+        sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]
+        rest = (plan.chunks.seqs, self._layer.sinks, plan.partial, plan.lse, v_scale, out.stride(0), out.stride(1), sums_stride)
+        grid = (plan.items, plan.rows, len(plan.chunks.seqs))
+        constants, pointers = self._layer.merging(plan.block_m, 1, MERGED, lse is not None), (out.data_ptr(), sums.data_ptr())
+        constants["TILE_ROWS"] = plan.rows
+        return self._launch_merge.bind(key, grid, (out, sums), pointers, rest, constants, num_warps=MERGE_WARPS)
 
     def _num_warps(self, plan: DecodePlan) -> int:
         """Return the number of warps. It exceeds the configured number if the query tile and the accumulator would otherwise
@@ -261,9 +282,10 @@ class Decode:
         return max(plan.config.num_warps, min(rows * max(1, self._layer.block_dv // 128), 8))
 
     def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool, lse: bool) -> dict[str, Any]:
-        equal, early = self._spec.head_dim == self._spec.v_head_dim, launches_early(self._spec.device)
+        early = launches_early(self._spec.device)
         # Pairs are multiplied in float16, which is not precise enough for float32 layers.
-        pairs = cache.key.element_size() == 1 and addressing.pairs and equal and self._spec.dtype != torch.float32
+        pairs = cache.key.element_size() == 1 and addressing.pairs and self._spec.dtype != torch.float32
+        pairs = pairs and self._layer.equal_tiles and self._layer.block_d >= 2 * SHORTEST_DOT
         constants = {name: value for name, value in self._layer.constants.items() if name != "VALUE_IN_KEY"}
         return {
             **constants,
@@ -281,8 +303,8 @@ class Decode:
             **addressing.constants,
             "PAIRS": pairs and (not INTERPRETED or self._scaled),  # FP8 is unpacked by inline PTX
             "SPLIT": plan.chunks.split,
-            "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),
-            "FAN": FAN,
+            "MERGED": max(1, min(8, 4096 * self._num_warps(plan) // (plan.rows * self._layer.block_dv))),
+            "FAN": 0 if plan.config.merge_launch_us else FAN,
             "STAGES": plan.config.num_stages,
             "PDL": early,
             "EARLY": plan.early,
@@ -295,3 +317,20 @@ class Decode:
         # Splits, plus at most as many chunks that are not split.
         most = max(items, 2 * self.configs[0].max_rounds * self.multiprocessors)
         return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """Bound launches of attention and of the merge, for one layer."""
+
+    kernel: Callable[..., None]
+    merge: BoundKernel
+
+    def __call__(self, *pointers: int) -> None:
+        self.kernel(*pointers)
+        self.merge(pointers[3], pointers[6])
+
+
+def with_merge(kernel: Callable[..., None], merge: BoundKernel | None) -> Callable[..., None]:
+    """Return a bound launch of attention that is followed by the merge of its partial results, if any."""
+    return kernel if merge is None else _Merged(kernel, merge)

@@ -228,7 +228,7 @@ def split_kv_decode(
     PAIRS: tl.constexpr,  # contiguous 8-bit rows, loaded as pairs of elements, which tensor-core loads can transpose
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
     MERGED: tl.constexpr,  # number of partial results merged at a time
-    FAN: tl.constexpr,  # number of partial results merged by one program in the first merge stage
+    FAN: tl.constexpr,  # number of partial results merged by one program in the first merge stage; 0: `merge_chunks` merges
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -388,39 +388,40 @@ def split_kv_decode(
         used = tl.arange(0, BLOCK_M) < ROWS
         tl.store(lse_ptr + slot, lse, mask=used)
         tl.store(partial_ptr + slot[:, None] * BLOCK_DV + dv[None, :], result, mask=used[:, None])
-        # Many parts are merged in two stages: groups of FAN parts by the last program of the group, then the groups' results.
-        number = tl.program_id(1) - first_chunk
-        fan = number // FAN * FAN
-        in_fan = tl.minimum(num_chunks - fan, FAN)
-        stride = tl.num_programs(0) * ROWS
-        first_slot = (first_chunk.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
-        arrivals_ptr += tl.program_id(0)
-        fan_arrivals = arrivals_ptr + (first_chunk + fan) * tl.num_programs(0)
-        seq_arrivals = arrivals_ptr + (tl.num_programs(1) + seq) * tl.num_programs(0)
-        final = number < 0  # False
-        tl.debug_barrier()  # the atomic below releases the stores of all threads of this program
-        if tl.atomic_add(fan_arrivals, 1, sem="acq_rel", scope="gpu") == in_fan - 1:
-            tl.store(fan_arrivals, 0)
-            final = number >= 0
-            if num_chunks > FAN:
-                m_fan, l_fan, acc_fan = merge_parts(
-                    partial_ptr, lse_ptr, first_slot + fan * stride, stride, in_fan, BLOCK_DV, ROWS, MERGED
-                )
-                fan_slot = first_slot + fan * stride + tl.arange(0, ROWS)
-                tl.debug_barrier()  # all threads have read the part that the result overwrites
-                tl.store(lse_ptr + fan_slot, m_fan + tl.log2(l_fan))
-                acc_fan = acc_fan / tl.where(l_fan > 0, l_fan, 1.0)[:, None]
-                tl.store(partial_ptr + fan_slot[:, None] * BLOCK_DV + dv[None, :], acc_fan)
-                tl.debug_barrier()
-                final = tl.atomic_add(seq_arrivals, 1, sem="acq_rel", scope="gpu") == tl.cdiv(num_chunks, FAN) - 1
-        if final:
-            left = num_chunks
-            if num_chunks > FAN:
-                tl.store(seq_arrivals, 0)
-                left = tl.cdiv(num_chunks, FAN)
-                stride = stride * FAN
-            merge_rows(
-                partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, first_slot, stride, left, token, kv_head, first_row,
-                query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
-                GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
-            )  # fmt: skip
+        if FAN > 0:
+            # Many parts are merged in two stages: groups of FAN parts by the last program of the group, then the groups' results.
+            number = tl.program_id(1) - first_chunk
+            fan = number // FAN * FAN
+            in_fan = tl.minimum(num_chunks - fan, FAN)
+            stride = tl.num_programs(0) * ROWS
+            first_slot = (first_chunk.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+            arrivals_ptr += tl.program_id(0)
+            fan_arrivals = arrivals_ptr + (first_chunk + fan) * tl.num_programs(0)
+            seq_arrivals = arrivals_ptr + (tl.num_programs(1) + seq) * tl.num_programs(0)
+            final = number < 0  # False
+            tl.debug_barrier()  # the atomic below releases the stores of all threads of this program
+            if tl.atomic_add(fan_arrivals, 1, sem="acq_rel", scope="gpu") == in_fan - 1:
+                tl.store(fan_arrivals, 0)
+                final = number >= 0
+                if num_chunks > FAN:
+                    m_fan, l_fan, acc_fan = merge_parts(
+                        partial_ptr, lse_ptr, first_slot + fan * stride, stride, in_fan, BLOCK_DV, ROWS, MERGED
+                    )
+                    fan_slot = first_slot + fan * stride + tl.arange(0, ROWS)
+                    tl.debug_barrier()  # all threads have read the part that the result overwrites
+                    tl.store(lse_ptr + fan_slot, m_fan + tl.log2(l_fan))
+                    acc_fan = acc_fan / tl.where(l_fan > 0, l_fan, 1.0)[:, None]
+                    tl.store(partial_ptr + fan_slot[:, None] * BLOCK_DV + dv[None, :], acc_fan)
+                    tl.debug_barrier()
+                    final = tl.atomic_add(seq_arrivals, 1, sem="acq_rel", scope="gpu") == tl.cdiv(num_chunks, FAN) - 1
+            if final:
+                left = num_chunks
+                if num_chunks > FAN:
+                    tl.store(seq_arrivals, 0)
+                    left = tl.cdiv(num_chunks, FAN)
+                    stride = stride * FAN
+                merge_rows(
+                    partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, first_slot, stride, left, token, kv_head, first_row,
+                    query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
+                    GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
+                )  # fmt: skip

@@ -18,9 +18,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.configs import DecodeConfig, latent_config
-from headway.backends.triton.decode import Decode, DecodePlan
+from headway.backends.triton.decode import Decode, DecodePlan, with_merge
 from headway.backends.triton.layer import Addressing, KernelSetup
-from headway.backends.triton.merge_kernel import merge_chunks
 from headway.backends.triton.tiles import (
     alibi_slopes,
     block_numbers,
@@ -160,11 +159,6 @@ def latent_decode(
         tl.store(partial_ptr + slot[:, None] * BLOCK_D + d[None, :], result, mask=used[:, None])
 
 
-MERGE_WARPS = 4
-MERGED = 16
-"""Number of partial results per row that a program of the merge loads at once."""
-
-
 class LatentDecode(Decode):
     """Decode for layers whose value is the first tile of the key (`Layer.value_first`), with one launch for attention and one for
     the merge."""
@@ -173,7 +167,6 @@ class LatentDecode(Decode):
         super().__init__(setup, num_splits)
         self._arch = setup.arch
         self._launch_latent = Launcher(latent_decode)
-        self._launch_merge = Launcher(merge_chunks)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
         rows = self._spec.group_size * (1 if self._spec.batch_invariant else max_query_len)
@@ -223,19 +216,7 @@ class LatentDecode(Decode):
         kernel = self._launch_latent.bind(compiled_for, grid, first, places, rest, constants, num_warps=plan.config.num_warps)
         merge = self._merge(plan, out, sums, lse, compiled_for)
         if kernel is not None:
-            plan.launches[key] = _Both(kernel, merge)
-
-    def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
-        """Launch the merge of partial results, and return the bound launch. Return None if there are no partial results, or no
-        launch was bound. key: compile-time constants and alignments."""
-        if not plan.chunks.split:
-            return None
-        sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]
-        rest = (plan.chunks.seqs, self._layer.sinks, plan.partial, plan.lse, v_scale, out.stride(0), out.stride(1), sums_stride)
-        grid = (plan.items, plan.rows, len(plan.chunks.seqs))
-        constants, pointers = self._layer.merging(plan.block_m, 1, MERGED, lse is not None), (out.data_ptr(), sums.data_ptr())
-        constants["TILE_ROWS"] = plan.rows
-        return self._launch_merge.bind(key, grid, (out, sums), pointers, rest, constants, num_warps=MERGE_WARPS)
+            plan.launches[key] = with_merge(_Latent(kernel), merge)
 
     def _latent_constants(self, plan: DecodePlan, lse: bool) -> dict[str, Any]:
         shared = (
@@ -258,13 +239,10 @@ class LatentDecode(Decode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Both:
-    """Bound launches of attention and of the merge, for one layer."""
+class _Latent:
+    """Bound launch of attention for one layer, called with the pointers of any decode."""
 
     kernel: BoundKernel
-    merge: BoundKernel | None
 
     def __call__(self, q: int, key: int, value: int, out: int, k: int, v: int, sums: int) -> None:
         self.kernel(q, key, out, sums)
-        if self.merge is not None:
-            self.merge(out, sums)

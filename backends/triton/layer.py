@@ -31,6 +31,8 @@ class Layer:
     it is a smaller power of two."""
     block_dv: int
     """v_head_dim rounded up to a power of two."""
+    equal_tiles: bool
+    """True if a key and a value each take one tile, and both have the same length."""
     slopes: Tensor
     """float32 [num_heads]: log2(e) * ALiBi slope. A placeholder if the layer has no slopes."""
     sinks: Tensor
@@ -51,6 +53,7 @@ class Layer:
         return cls(
             block_d=block_d,
             block_dv=block_dv,
+            equal_tiles=spec.head_dim == spec.v_head_dim and not spec.value_in_key and not tail,
             slopes=vector(spec.alibi_slopes),
             sinks=vector(spec.sinks),
             scalars={

@@ -219,8 +219,7 @@ class Prefill:
             strides, k_x, v_x, scaled = addressing.strides, addressing.k_x, addressing.v_x, addressing.constants
             views = blocks(cache) if k_x == v_x == 1 else []
         whole = plan.dense or self._block_size % config.block_n == 0
-        equal = self._spec.head_dim == self._spec.v_head_dim and not self._spec.value_in_key
-        tma = config.tma and whole and equal and bool(views) and all(map(describable, views))
+        tma = config.tma and whole and self._layer.equal_tiles and bool(views) and all(map(describable, views))
         constants = {
             **self._layer.constants,
             "BLOCK_SIZE": self._block_size,

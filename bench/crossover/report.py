@@ -256,7 +256,11 @@ def legend(view: View) -> dict[str, str]:
     """Return the marks of the view and their meanings."""
     words = {show(cell) for row in view.rows for cell in row.cells.values() if cell.median_us is None}
     tie = TIE_RULE.partition(": ")[2]
-    marks = {"speed-up": "the runner-up's time over the winner's", "tie (=)": tie, "~": "a slower candidate, timed in few runs"}
+    marks = {
+        "speed-up": "the runner-up's time divided by the winner's",
+        "tie (=)": tie,
+        "~": "a slower candidate, timed in few runs",
+    }
     return marks | {word: meaning for word, meaning in _MARKS.items() if word in words}
 
 
@@ -400,7 +404,7 @@ def to_markdown(view: View) -> str:
 
 def to_section(view: View) -> str:
     """Return the blocks as Markdown tables, with device, software and notes."""
-    measured = markdown(f"{view.table.title}, {view.where}. {software(view.table.device)}.")
+    measured = markdown(f"{view.table.title}, {view.where}, {software(view.table.device)}.")
     lines = [f"    {harmless(view.table.command)}", "", measured, ""]
     for block in view.blocks:
         header = [_LENGTHS[block.phase], *map(markdown, view.backends), "winner", "speed-up"]

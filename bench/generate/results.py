@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
@@ -248,7 +249,7 @@ def notes(report: OfflineReport) -> list[str]:
                 reported = ", ".join(f"{reason} ({count})" for reason, count in counted.items())
                 lines.append(f"{cell.label}: {sum(counted.values())} {what}: {reported}")
     return lines + [
-        f"{cell.label}: {cell.num_preemptions} preemptions, for the pool has room for {report.settings['pool_tokens']} tokens"
+        f"{cell.label}: {cell.num_preemptions} preemptions, because the pool has room for {report.settings['pool_tokens']} tokens"
         for cell in report.cells
         if cell.num_preemptions
     ]
@@ -262,11 +263,10 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
     lines = [
         f"    {report.command}",
         "",
-        f"{report.model} ({report.load_format} weights), {report.dtype}, on {device.name}, driver {device.driver}, torch "
-        f"{device.torch}; read {report.read_gbps:.0f} GB/s, {device.matrix_dtype} GEMM {device.matrix_tflops:.3g} TFLOP/s in "
-        f"the same run; {report.date[:10]}. Median of {report.repeat}; engine ready after {report.start_seconds:.1f} s. "
-        + ", ".join(f"{name} {value}" for name, value in report.settings.items())
-        + ".",
+        f"{report.model} ({report.load_format} weights) in {report.dtype} on {device.name}, driver {device.driver}, torch "
+        f"{device.torch}, {report.date[:10]}. In the same run, reads reached {report.read_gbps:.0f} GB/s and a "
+        f"{device.matrix_dtype} GEMM {device.matrix_tflops:.3g} TFLOP/s. {_passes(report.repeat)}; the engine was ready after "
+        f"{report.start_seconds:.1f} s. {_in_words(report.settings)}",
         "",
         "| " + " | ".join([*COLUMNS, *names]) + " |",
         "|---" * (len(COLUMNS) + len(names)) + "|",
@@ -279,10 +279,24 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
         lines.append("| " + " | ".join([label, _bold(ours, cell.tokens_per_second == best), *rest, *shown]) + " |")
     lines += [line for note in notes(report) for line in ("", f"{note}.")]
     if peers is not None:
-        by = f" Measured by {peers.measured_by}." if peers.measured_by else ""
-        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}.{by}", ""]
+        by = f", by {peers.measured_by}" if peers.measured_by else ""
+        lines += ["", f"The peers were measured on {peers.device} on {peers.date} ({peers.model}){by}.", ""]
         lines += [f"- {peer.name} {peer.version}: {peer.settings}" for peer in peers.peers]
     return "\n".join(lines)
+
+
+def _passes(repeat: int) -> str:
+    return f"The values are medians of {repeat} passes" if repeat > 1 else "The values are from one pass"
+
+
+def _in_words(settings: Mapping[str, str]) -> str:
+    """Return the settings in sentences: name=value pairs, then the tokenizer and the prefix cache."""
+    named = dict(settings)
+    tokenizer, cache = named.pop("tokenizer", None), named.pop("prefix_cache", None)
+    facts = [f"{'No' if tokenizer == 'no' else 'A'} tokenizer was loaded"] if tokenizer else []
+    facts += [f"the prefix cache was {cache}"] if cache else []
+    about = f" {', and '.join(facts)}." if facts else ""
+    return f"Settings: {', '.join(f'{name}={value}' for name, value in named.items())}.{about}"
 
 
 def _bold(text: str, wanted: bool) -> str:

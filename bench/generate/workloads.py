@@ -73,7 +73,7 @@ class RandomTokens:
 
     @property
     def label(self) -> str:
-        """The workload in short, such as "16 x 512/512"."""
+        """Short description of the workload, such as "16 x 512/512"."""
         return f"{self.batch_size} x {self.input_len}/{self.output_len}"
 
     @property

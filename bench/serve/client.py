@@ -160,7 +160,7 @@ class Client:
 
 
 def understood(reader: Any) -> ServerAnswer:
-    """Return the answer parsed from its parts."""
+    """Return the answer parsed from the parts that `reader` has received."""
     answer = ServerAnswer(reader.sent, reader.status, ended=reader.ended)
     whole = b"".join(part for _, part in reader.parts)
     if reader.status != 200 or not whole.startswith(b"data:"):

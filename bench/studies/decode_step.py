@@ -92,11 +92,13 @@ def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
 
 
 def main(
-    model: Annotated[str, typer.Option(help=", ".join(shape_names()))] = "qwen3-0.6b",
-    batch_size: Annotated[str, typer.Option(help="Number of sequences, comma-separated for several.")] = "1,16,64",
-    context: Annotated[int, typer.Option(min=1, help="Cached tokens per sequence.")] = 512,
-    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or none for a step without attention and cache.")] = "auto",
-    block_size: Annotated[int, typer.Option(min=16, help="Block size of the KV cache.")] = 256,
+    model: Annotated[str, typer.Option(help=f"Shape: {', '.join(shape_names())}.")] = "qwen3-0.6b",
+    batch_size: Annotated[str, typer.Option(help="Number of sequences: N, or a list such as 1,16,64.")] = "1,16,64",
+    context: Annotated[int, typer.Option(min=1, help="Number of cached tokens per sequence.")] = 512,
+    attn_backend: Annotated[
+        str, typer.Option(help="Attention backend: auto, NAME, or none for a step without attention and cache.")
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(min=16, help="Number of tokens per KV cache block.")] = 256,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Use deterministic mode.")] = False,
     read_gbps: Annotated[float, typer.Option(help="Memory read rate in GB/s.")] = 4192.0,
 ) -> None:

@@ -49,7 +49,7 @@ class PeerOptions:
     warmup: int = 1
     command: str = ""
     tensor_parallel_size: int = 1
-    """Number of GPUs; only for vLLM."""
+    """Number of GPUs (vLLM only)."""
     quantization: str | None = None
     """Format to which plain weights are quantized while loading; only for vLLM."""
     python: str = "python3"
@@ -155,21 +155,27 @@ def _request(
 
 
 def engines(
-    engine: Annotated[str, typer.Argument(help="vllm, nano-vllm, transformers or llama.cpp.")],
-    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's benchmark.")] = None,
-    batch_size: Annotated[str, typer.Option(help="Number of random prompts sent at once: N, or a list 1,16,64.")] = "1,16,64",
-    input_len: Annotated[str, typer.Option(help="Tokens per prompt: N, or a list.")] = "512",
-    output_len: Annotated[str | None, typer.Option(help="Tokens to generate per prompt. [as the input]")] = None,
-    model: Annotated[str, typer.Option(help="Folder, or with dummy a model's shape; for llama.cpp a .gguf file.")] = "qwen3-0.6b",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "dummy",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of GPUs; only for vLLM.")] = 1,
-    quantization: Annotated[str | None, typer.Option(help="Format for plain weights: fp8; only for vLLM.")] = None,
-    python: Annotated[str, typer.Option(help="Python with llama-cpp-python.")] = "python3",
-    threads: Annotated[int, typer.Option(min=1, help="Number of threads of llama.cpp.")] = 2,
+    engine: Annotated[str, typer.Argument(help="Engine: vllm, nano-vllm, transformers or llama.cpp.")],
+    workload: Annotated[
+        str | None, typer.Option(help="Named workload: nano (256 random prompts, as in nano-vllm's benchmark).")
+    ] = None,
+    batch_size: Annotated[
+        str, typer.Option(help="Number of random prompts sent at once: N, or a list such as 1,16,64.")
+    ] = "1,16,64",
+    input_len: Annotated[str, typer.Option(help="Number of tokens per prompt: N, or a list.")] = "512",
+    output_len: Annotated[str | None, typer.Option(help="Number of tokens to generate per prompt. Default: --input-len.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Model: a folder, a built-in shape (dummy), or a .gguf file (llama.cpp).")
+    ] = "qwen3-0.6b",
+    load_format: Annotated[str, typer.Option(help="Weights: auto, or dummy (random weights in the model's shapes).")] = "dummy",
+    dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of GPUs (vLLM only).")] = 1,
+    quantization: Annotated[str | None, typer.Option(help="Format to quantize plain weights to: fp8 (vLLM only).")] = None,
+    python: Annotated[str, typer.Option(help="Python interpreter with llama-cpp-python.")] = "python3",
+    threads: Annotated[int, typer.Option(min=1, help="Number of llama.cpp threads.")] = 2,
     repeat: Annotated[int, typer.Option(min=1, help="Number of timed passes; the median is reported.")] = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Number of untimed passes first.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Number of untimed warm-up passes.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Measure another engine on the workloads of Headway's own benchmark."""

@@ -28,13 +28,15 @@ _FILE_WIDTH = 160
 
 
 def experts(
-    shape: Annotated[list[str] | None, typer.Option(help="Model name, or experts/top_k/intermediate/hidden. Repeatable.")] = None,
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens, comma-separated.")] = "1,16,64,256,4096",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Layer: a model name, or experts/top_k/intermediate/hidden. Repeatable.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens to time, comma-separated.")] = "1,16,64,256,4096",
     form: Annotated[
         str, typer.Option(help="Format of the experts' weights: plain, fp8-blocks, fp8-rows, mxfp4, int4 or int8.")
     ] = "plain",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str | None, typer.Option(help="cuda or cuda:1. Default: the GPU.")] = None,
+    dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="Device: cuda or cuda:N. Default: the GPU.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of timed runs.")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,

@@ -213,7 +213,7 @@ class FlashInfer(KernelPeer):
         return lambda: wrapper.run(q, caches, out=out)
 
     def prefill(self, case: Case) -> Call:
-        """Return the ragged call."""
+        """Return the library's prefill call with ragged (unpaged) keys and values."""
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         spec, starts, q, k, v = case.spec, case.metadata.query_start_loc, case.q, case.k, case.v
@@ -329,7 +329,9 @@ def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
 def main(
     options: Any,
     plugin: PluginFiles = None,
-    only_peers: Annotated[str | None, typer.Option(help="Only these libraries' kernels, comma-separated. Default: all.")] = None,
+    only_peers: Annotated[
+        str | None, typer.Option(help="Libraries whose kernels to time, comma-separated. Default: all.")
+    ] = None,
 ) -> None:
     """Time attention kernels and other libraries' kernels, after checking each against float64."""
     peers = peers_of(options.phase, names_of(only_peers))

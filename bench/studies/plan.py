@@ -48,11 +48,15 @@ _WIDTH = 100
 
 
 def plan(
-    what: Annotated[str, typer.Argument(help="check, fit or measure.")] = "check",
+    what: Annotated[str, typer.Argument(help="Task: check, fit or measure.")] = "check",
     models: Annotated[str, typer.Option(help="Shapes to measure, comma-separated.")] = "qwen3-0.6b,llama-3-8b,qwen3-30b-a3b",
-    batch_sizes: Annotated[str, typer.Option(help="Numbers of concurrent requests to measure.")] = "1,8,16,64,128",
-    lengths: Annotated[str, typer.Option(help="Input and output tokens per request to measure.")] = "512/256,2048/256",
-    kv_cache_dtypes: Annotated[str, typer.Option(help="KV cache types to measure.")] = "auto,fp8_e4m3",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Numbers of concurrent requests to measure, comma-separated.")
+    ] = "1,8,16,64,128",
+    lengths: Annotated[
+        str, typer.Option(help="Input/output tokens per request to measure, comma-separated.")
+    ] = "512/256,2048/256",
+    kv_cache_dtypes: Annotated[str, typer.Option(help="KV cache types to measure, comma-separated.")] = "auto,fp8_e4m3",
     output: Annotated[Path | None, typer.Option(help="Write measurements and predictions to this JSON file.")] = None,
 ) -> None:
     """Check or fit predictions, or measure new points."""

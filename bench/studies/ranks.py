@@ -108,7 +108,7 @@ def _kind_here() -> str:
 
 
 def ranks(
-    what: Annotated[str, typer.Argument(help="predict or report.")],
+    what: Annotated[str, typer.Argument(help="Task: predict or report.")],
     folder: Annotated[Path | None, typer.Argument(help="Folder of the files to report on.")] = None,
     size: Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks.")] = 2,
     gpu: Annotated[

@@ -223,8 +223,8 @@ def _shown(value: float | None, form: str) -> str:
 def median_text(report: RanksReport) -> str:
     """Return the error of the predictions in words."""
     if report.median_off is None:
-        return "No prediction was made before."
-    return f"Predictions of `headway plan`, made before, are {report.median_off:.1f} % off in the median."
+        return "No prediction was made before the measurement."
+    return f"The predictions that `headway plan` made before the measurement have a median error of {report.median_off:.1f} %."
 
 
 def print_report(report: RanksReport, console: Terminal) -> None:

@@ -70,10 +70,10 @@ to 0.023."""
 
 
 def weight_shapes(
-    form: Annotated[str, typer.Argument(help=f"{', '.join(FORMS)}.")],
+    form: Annotated[str, typer.Argument(help=f"Weight format: {', '.join(FORMS)}.")],
     folder: Annotated[Path, typer.Argument(help="Folder to create if missing; its config.json is overwritten.")],
-    model: Annotated[str, typer.Option(help="Shape that ships with Headway, or a folder with a config.json.")] = "llama-3-8b",
-    weights: Annotated[bool, typer.Option(help="Also write random weights, only for mxfp4, on a GPU if available.")] = False,
+    model: Annotated[str, typer.Option(help="Model: a built-in shape, or a folder with a config.json.")] = "llama-3-8b",
+    weights: Annotated[bool, typer.Option(help="Also write random weights (mxfp4 only), using a GPU if available.")] = False,
 ) -> None:
     """Write the config.json of a model for a different weight format."""
     if form not in FORMS:

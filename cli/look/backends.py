@@ -88,7 +88,7 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """List the backends; backends that are ready on this machine come first.
+    """List the backends, ready ones first.
 
     The first table lists attention backends, and the second lists backends for layers with a state.
     """

@@ -26,9 +26,9 @@ _REASON_CHARACTERS = 160
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False, plugin: PluginFiles = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False, plugin: PluginFiles = None
 ) -> None:
-    """Show the backends that are ready on this machine, and the commands that install the others.
+    """Show the backends that are ready here and the commands to install the others.
 
     --json also gives every reason why a backend is not ready.
     """

@@ -306,14 +306,14 @@ def _state_row(name: str, rated: Mapping[str, Iterable[Rated]], choices: Sequenc
 
 
 _GEOMETRY = (
-    "num_heads/num_kv_heads/head_dim of the layers. For latent attention (MLA), absorbed+non-absorbed: "
+    "num_heads/num_kv_heads/head_dim of the layers. Latent attention (MLA) takes absorbed+non-absorbed, such as "
     "16/1/576/512+16/16/192/128/dense."
 )
 _MODEL = "Model whose layers to use: a folder, a config.json or a name. No weights are read. Replaces --geometry and --layers."
-_LAYERS = "Number of layers that share a step's plan. Default: that of the model with this geometry, else 32."
-_ALL = "Also list backends that cannot run on this device, with the reasons."
-_LINEAR = "With --model: show the kernel for each kind of quantized linear layer instead, by number of rows."
-_EXPERTS = "With --model: show the kernel for each kind of layer of experts instead, by number of tokens."
+_LAYERS = "Number of layers that share a step's plan. Default: the number in a known model of this geometry, else 32."
+_ALL = "Also list backends that cannot run on this device, and why."
+_LINEAR = "With --model: show the kernel of each kind of quantized linear layer by number of rows instead."
+_EXPERTS = "With --model: show the kernel of each kind of expert layer by number of tokens instead."
 
 
 class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -328,33 +328,39 @@ class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str En
 def explain(
     phase: Annotated[StepPhase, typer.Option(help="Phase of the step.")] = StepPhase.decode,
     batch: Annotated[int, typer.Option(min=1, help="Number of sequences in the step.")] = 1,
-    length: Annotated[int, typer.Option("--len", min=1, help="Cached plus new tokens of each sequence.")] = 1024,
+    length: Annotated[int, typer.Option("--len", min=1, help="Number of cached plus new tokens per sequence.")] = 1024,
     query_len: Annotated[
-        int | None, typer.Option(min=1, help="New tokens of each sequence. Default: usual for the phase.")
+        int | None, typer.Option(min=1, help="Number of new tokens per sequence. Default: typical for the phase.")
     ] = None,
     attn_backend: Annotated[str, typer.Option(help="Attention backend: auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
-    kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's.")] = "auto",
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. Default: auto.")] = None,
-    workload: Annotated[str, typer.Option(help="Workload: chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    kv_layout: Annotated[str, typer.Option(help="KV cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's.")] = "auto",
+    block_size: Annotated[
+        int | None, typer.Option(help="Number of tokens per KV cache block. Default: selected automatically.")
+    ] = None,
+    workload: Annotated[str, typer.Option(help="Expected workload: chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
     geometry: Annotated[str | None, typer.Option(help=_GEOMETRY)] = None,
     layers: Annotated[int | None, typer.Option(min=1, help=_LAYERS)] = None,
     state_backend: Annotated[str, typer.Option(help="State backend, in the form of --attn-backend.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Dtype: float32, bfloat16, float16 or auto.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if any.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of ranks; adds the all-reduce kernels by size.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Number of ranks. Above 1 adds the all-reduce kernels by size.")
+    ] = 1,
     crossover_table: Annotated[
         list[Path] | None, typer.Option(help="Crossover table of any machine. Repeatable. Default: this machine's.")
     ] = None,
     linear: Annotated[bool, typer.Option("--linear", help=_LINEAR)] = False,
     experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="With --linear or --experts: for deterministic mode.")
+        bool, typer.Option("--deterministic", help="With --linear or --experts: show the kernels of deterministic mode.")
     ] = False,
-    quantization: Annotated[str | None, typer.Option(help="With --linear or --experts: quantize plain weights (fp8).")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="With --linear or --experts: format to quantize plain weights to: fp8.")
+    ] = None,
     plugin: PluginFiles = None,
     all_backends: Annotated[bool, typer.Option("--all", help=_ALL)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all backends and reasons.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all backends and reasons instead of text.")] = False,
 ) -> None:
     """Show the backend that a step uses, the runner-up and the gap between them.
 

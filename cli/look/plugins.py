@@ -44,9 +44,9 @@ _WRITTEN: Final = {
 }
 """Kind of operation -> the function that the plugin's author replaces, and the commands to run next."""
 Name = Annotated[
-    str, typer.Argument(help="Name of the kernel for --attn-backend, --linear-kernel or --experts-kernel: my_kernel.")
+    str, typer.Argument(help="Name of the kernel for --attn-backend, --linear-kernel or --experts-kernel, such as my_kernel.")
 ]
-Into = Annotated[Path | None, typer.Option(help="Folder to write. Default: headway-NAME, here.")]
+Into = Annotated[Path | None, typer.Option(help="Folder to create. Default: headway-NAME in the current folder.")]
 
 
 def new_backend(name: Name, into: Into = None) -> None:
@@ -136,9 +136,9 @@ _KINDS = {
 
 def plugins(
     retry: Annotated[bool, typer.Option("--retry", help="Try every plugin again, ignoring saved results.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """List installed plugins, each with its additions or the reason why it is not used.
+    """List installed plugins with what each adds or why it is not used.
 
     Each version of a plugin is tried once in a separate process. A plugin that crashes, hangs or exits in this process is not
     used until --retry. headway -v plugins shows tracebacks and output. HEADWAY_PLUGINS and --plugins select plugins.

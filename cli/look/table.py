@@ -31,13 +31,15 @@ def show(
     file: Annotated[Path | None, _FILE] = None,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
-    export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png.")] = None,
+    export_to: Annotated[
+        list[Path] | None, typer.Option("--export", help="Also export to this .csv, .md, .html or .png file. Repeatable.")
+    ] = None,
     all_backends: Annotated[
         bool, typer.Option("--all", help="Also print why backends could not run on the machine that measured the table.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Print a table for one layout and block size: the fastest backends and their times."""
+    """Print the fastest backends and their times for one layout and block size."""
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import print_view, to_plain, view
     from headway.tuning.table.files import read_table
@@ -59,12 +61,15 @@ def show(
 @table.command()
 def plot(
     file: Annotated[Path, typer.Argument(help="Table file.")],
-    picture: Annotated[Path, typer.Argument(help="File to write: .png or .html.")],
+    picture: Annotated[Path, typer.Argument(help="Picture file to write: .png or .html.")],
     curves: Annotated[bool, typer.Option("--curves", help="Draw time against length, one curve per backend (.png).")] = False,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
 ) -> None:
-    """Draw the fastest backends and their speed-ups as a heat map, or with --curves time against length."""
+    """Draw a heat map of the fastest backends and their speed-ups.
+
+    With --curves, the picture shows time against length instead.
+    """
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import view
     from headway.tuning.table.files import read_table
@@ -85,7 +90,10 @@ def plot(
 
 @table.command()
 def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None) -> None:
-    """Check whether a table fits this machine: device, driver, libraries. The exit code is 1 if the table does not fit."""
+    """Check whether a table fits this machine: device, driver, libraries.
+
+    The exit code is 1 if the table does not fit.
+    """
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
@@ -113,8 +121,13 @@ def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None
 
 
 @table.command()
-def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the tables that ship with Headway, and which of them a first start on this machine would check and use."""
+def priors(
+    plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False
+) -> None:
+    """List the tables that ship with Headway, and which of them fit this machine.
+
+    A first start on this machine checks and uses the tables that fit.
+    """
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
@@ -155,9 +168,12 @@ def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--
 def diff(
     first: Annotated[Path, typer.Argument(help="Table file.")],
     second: Annotated[Path, typer.Argument(help="Table file to compare with.")],
-    at_least: Annotated[float, typer.Option(min=0.0, help="Minimum relative difference of two times to show.")] = 0.05,
+    at_least: Annotated[float, typer.Option(min=0.0, help="Minimum relative difference between two times to show.")] = 0.05,
 ) -> None:
-    """Show cells that differ: times beyond the noise, and cells without a time in one table."""
+    """Show the cells in which two tables differ.
+
+    A cell differs if its times differ by more than the noise, or if only one table has a time.
+    """
     from headway.tuning.table import compare
     from headway.tuning.table.files import read_table
 
@@ -183,9 +199,9 @@ def diff(
 @table.command()
 def merge(
     files: Annotated[list[Path], typer.Argument(help="Table files of one machine and one kind of layer.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Table file to write.")],
 ) -> None:
-    """Merge tables; the later table's cell replaces an earlier one."""
+    """Merge tables into one file. Cells of later tables replace earlier ones."""
     from headway.core.system.json_files import write_json
     from headway.tuning.table import compare
     from headway.tuning.table.files import read_table
@@ -207,16 +223,19 @@ def regret(
     points: Annotated[int, typer.Option(min=1, help="Number of held-out random points to measure per seed.")] = 40,
     seed: Annotated[str, typer.Option(help="Seeds of the points and their inputs, comma-separated.")] = "1",
     workload: Annotated[str, typer.Option(help="Expected workload: chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
-    without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave out each point in turn.")] = False,
+    without: Annotated[bool, typer.Option("--leave-one-out", help="Leave out each point in turn instead of measuring.")] = False,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also compare with every other layout and block size.")] = False,
     plugin: PluginFiles = None,
-    trials: Annotated[Path | None, typer.Option(help="Measure nothing: use the times of this earlier --output.")] = None,
+    trials: Annotated[Path | None, typer.Option(help="Use the times in this earlier --output file instead of measuring.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="JSON file for the results; for several tables, a folder with one file each."),
+        typer.Option(help="JSON file for the results. For several tables, a folder with one file per table."),
     ] = None,
 ) -> None:
-    """Measure how much slower auto with a table is than the best backend at points outside the table."""
+    """Measure how much slower auto is than the best backend outside a table.
+
+    auto uses the table. The points to measure are drawn at random and are not in the table.
+    """
     from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
     from headway.core.select.request import Workload
@@ -290,7 +309,7 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
         mean, worst = report.of_seed(seed)
         console.print(Text(f"seed {seed}: geometric mean {mean:.3f}, worst {worst:.3f}"))
     if not report.trials:
-        console.print(Text("regret: no held-out point has a time of the choice, so that nothing is judged", "bold"))
+        console.print(Text("regret: no held-out point has a time of the choice, so there is no result", "bold"))
         return
     console.print(Text(f"auto us and best us: microseconds of a step of {report.layers} layers with its plan", "dim"))
     summary = (

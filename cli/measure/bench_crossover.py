@@ -48,55 +48,74 @@ class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
 
 
 def crossover(
-    level: Annotated[Level, typer.Option(help="Time attention kernels, or whole generations.")] = Level.kernel,
-    model: Annotated[str, typer.Option(help="Level engine: smollm2, a folder, a .gguf file, or a hub id.")] = "smollm2",
-    load_format: Annotated[str, typer.Option(help="Level engine: auto, or dummy for random weights.")] = "auto",
+    level: Annotated[
+        Level, typer.Option(help="Level to measure: attention kernels, or whole generations (engine).")
+    ] = Level.kernel,
+    model: Annotated[
+        str, typer.Option(help="Engine level: smollm2, a folder, a .gguf file, or a Hugging Face Hub id.")
+    ] = "smollm2",
+    load_format: Annotated[str, typer.Option(help="Engine level: auto, or dummy for random weights.")] = "auto",
     mixed: Annotated[
         str | None,
-        typer.Option(help="Level engine: requests, not the grid: 48q128s256_2q8ks8448 (input, input + output)."),
+        typer.Option(help="Engine level: requests instead of the grid, such as 48q128s256_2q8ks8448 (input, input + output)."),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Level engine: minimum timed passes; short generations get more.")] = 1,
-    cell_limit: Annotated[str, typer.Option(help="Level engine: abandon a generation after this long.")] = "120s",
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Engine level: minimum number of timed passes. Short generations get more.")
+    ] = 1,
+    cell_limit: Annotated[str, typer.Option(help="Engine level: maximum time per generation, such as 120s or 5m.")] = "120s",
     crossover_table: Annotated[
-        list[Path] | None, typer.Option(help="Level engine: crossover table for auto to use. Repeatable.")
+        list[Path] | None, typer.Option(help="Engine level: crossover table for auto to use. Repeatable.")
     ] = None,
-    workload: Annotated[str, typer.Option(help="Level engine: workload for auto: chat, long, batch, or 16x1024+256.")] = "chat",
+    workload: Annotated[
+        str, typer.Option(help="Engine level: expected workload: chat, long, batch, or BATCHxINPUT+OUTPUT.")
+    ] = "chat",
     backends: Annotated[
         str | None,
-        typer.Option(help="Backends, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
+        typer.Option(help="Backends, comma-separated. Engine level: also prefill=NAME,decode=NAME. Default: all available."),
     ] = None,
     geometry: Annotated[
         str | None,
-        typer.Option(help="Query heads, KV heads, head_dim: 32/8/128; optionally v_head_dim, /dense or /bidirectional."),
+        typer.Option(help="Query heads/KV heads/head_dim, such as 32/8/128. Optional: /v_head_dim, /dense, /bidirectional."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
-    layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
-    block_sizes: Annotated[str | None, typer.Option(help="Block sizes, comma-separated. Default: 16 and 256.")] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="Element type of the KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")
+    ] = "auto",
+    layouts: Annotated[str | None, typer.Option(help="KV cache layouts, comma-separated. Default: all.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="KV cache block sizes, comma-separated. Default: 16 and 256.")] = None,
     phases: Annotated[
-        str | None, typer.Option(help="Phases to measure: prefill, extend, decode, verify; comma-separated. Default: all.")
+        str | None, typer.Option(help="Phases to measure, comma-separated: prefill, extend, decode, verify. Default: all.")
     ] = None,
-    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: the device's usual ones.")] = None,
-    input_lens: Annotated[str | None, typer.Option(help="Lengths, comma-separated. Default: the device's usual ones.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); important points come first.")] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Batch sizes, comma-separated. Default: typical sizes for the device.")
+    ] = None,
+    input_lens: Annotated[
+        str | None, typer.Option(help="Input lengths in tokens, comma-separated. Default: typical lengths for the device.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Maximum measuring time, such as 120s or 5m. Important points come first.")
+    ] = None,
     refine: Annotated[
-        int, typer.Option(min=0, help="Rounds of points to add between neighbours whose fastest backends differ.")
+        int, typer.Option(min=0, help="Number of rounds that add points between neighbours whose fastest backends differ.")
     ] = 2,
     graph_len: Annotated[
-        int | None, typer.Option(min=1, help="Context length for which decode graphs are captured. Default: 32,768.")
+        int | None, typer.Option(min=1, help="Context length in tokens for which decode graphs are captured. Default: 32,768.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted table.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted measurement.")] = False,
     plugin: PluginFiles = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the inputs.")] = 0,
     output: Annotated[
-        Path | None, typer.Option(help="File of the table. Default: the file that auto reads, if the grid is complete.")
+        Path | None, typer.Option(help="File for the table. Default: the file that auto reads, if the grid is complete.")
     ] = None,
     export_to: Annotated[
-        list[Path] | None, typer.Option("--export", help="Also export as .csv, .md, .html or .png. Repeatable.")
+        list[Path] | None, typer.Option("--export", help="Also export to this .csv, .md, .html or .png file. Repeatable.")
     ] = None,
 ) -> None:
-    """Measure which backend is fastest at each point, after checking each backend against float64, and save a table for auto."""
+    """Measure the fastest backend at each point, and save a table for auto.
+
+    Each backend is checked against float64 before it is timed.
+    """
     given = SimpleNamespace(**locals())
     from headway.bench.crossover.engine_level import run_engine_level
     from headway.bench.crossover.export import check_target

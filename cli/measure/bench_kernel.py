@@ -41,28 +41,37 @@ class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str E
 
 def options_of(
     phase: Annotated[
-        TimedPhase, typer.Option(help="Operation to time: attention of decode or prefill, or the cache writers.")
+        TimedPhase, typer.Option(help="Operation to time: decode or prefill attention, or the cache writers.")
     ] = TimedPhase.decode,
-    backends: Annotated[str | None, typer.Option(help="Backends, comma-separated. Default: all that are available.")] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Backends to time, comma-separated. Default: all available backends.")
+    ] = None,
     geometry: Annotated[
         list[str] | None,
-        typer.Option(help="Query heads, KV heads, head_dim, and v_head_dim if it differs: 32/8/128. Repeatable."),
+        typer.Option(help="Query heads/KV heads/head_dim, plus v_head_dim if it differs, such as 32/8/128. Repeatable."),
     ] = None,
-    cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
+    cases: Annotated[
+        str | None,
+        typer.Option(help="Cases to time, comma-separated, such as 8q1s2k,1q1s512. Default: typical cases of the device."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
-    layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
-    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256, if supported.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="Element type of the KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")
+    ] = "auto",
+    layouts: Annotated[str | None, typer.Option(help="KV cache layouts, comma-separated. Default: the preferred layout.")] = None,
+    block_sizes: Annotated[
+        str | None, typer.Option(help="KV cache block sizes, comma-separated. Default: 16 and 256, if supported.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of timed runs.")] = 60.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the inputs.")] = 0,
     peak_bandwidth: Annotated[
-        float | None, typer.Option(help="Peak memory bandwidth of the device in GB/s. Default: from its data sheet, if known.")
+        float | None, typer.Option(help="Peak memory bandwidth of the device in GB/s. Default: the data sheet value, if known.")
     ] = None,
     peak_flops: Annotated[
         float | None,
-        typer.Option(help="Peak compute in TFLOP/s at --dtype. Default: from the data sheet, if known."),
+        typer.Option(help="Peak compute of the device in TFLOP/s at --dtype. Default: the data sheet value, if known."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> Any:
@@ -117,24 +126,29 @@ def kernel(
     plugin: PluginFiles = None,
     fail_if_slower: Annotated[
         float | None,
-        typer.Option(help="Exit with 1 if a backend takes more than this many times as long as --than."),
+        typer.Option(help="Exit with code 1 if a backend takes more than N times as long as --than."),
     ] = None,
     than: Annotated[str | None, typer.Option(help="Backend that --fail-if-slower compares with.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="With --states: a folder, a config.json or a name. No weights are read.")
+        str | None, typer.Option(help="With --states: model as a folder, a config.json or a name. No weights are read.")
     ] = None,
-    states: Annotated[bool, typer.Option("--states", help="Time scan and step of the model's state layers instead.")] = False,
+    states: Annotated[
+        bool, typer.Option("--states", help="Time scan and step of the model's state layers instead of attention.")
+    ] = False,
     linear: Annotated[
         list[str] | None,
-        typer.Option(help="Time linear layers of out_features x in_features instead: 4096x14336. Repeatable."),
+        typer.Option(help="Time linear layers of out_features x in_features instead, such as 4096x14336. Repeatable."),
     ] = None,
     form: Annotated[
         str | None,
-        typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all."),
+        typer.Option(help="With --linear: weight formats, comma-separated: int4, fp8, fp8-blocks, mxfp4, plain. Default: all."),
     ] = None,
     rows: Annotated[str | None, typer.Option(help="With --linear: row counts of x, comma-separated. Default: 1,4,16,64.")] = None,
 ) -> None:
-    """Time attention kernels, state kernels (--states) or linear kernels (--linear), after checking each for correctness."""
+    """Time attention, state or linear kernels, after checking each for correctness.
+
+    --states times state kernels, and --linear times linear kernels.
+    """
     compared = fail_if_slower is not None or than is not None
     if linear or form is not None or rows is not None:
         measure_products(options, linear or [], form, rows, others=bool(plugin or states or model is not None or compared))

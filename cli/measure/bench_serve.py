@@ -27,36 +27,45 @@ _MODES = ("online", "offline", "naive")
 def serve(
     url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name to request. Default: the first of /v1/models.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as Authorization: Bearer KEY.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key to send as Authorization: Bearer KEY.")
+    ] = None,
     endpoint: Annotated[str, typer.Option(help="Endpoint: completions (prompts of token ids) or chat (words).")] = "completions",
     modes: Annotated[
-        str, typer.Option(help="online: requests at --rate; offline: all at once; naive: one by one. Comma-separated.")
+        str, typer.Option(help="Modes, comma-separated: online (requests at --rate), offline (all at once), naive (one by one).")
     ] = "online,offline,naive",
-    rate: Annotated[str, typer.Option(help="Requests per second in online mode; several comma-separated.")] = "4",
+    rate: Annotated[str, typer.Option(help="Requests per second in online mode: N, or a list such as 1,4,16.")] = "4",
     burstiness: Annotated[
-        float, typer.Option(min=0.001, help="Shape of the gamma distribution of the gaps. 1 is Poisson; less is burstier.")
+        float,
+        typer.Option(
+            min=0.001,
+            help="Shape of the gamma distribution of gaps between requests. 1 means Poisson arrivals; less is burstier.",
+        ),
     ] = 1.0,
     num_requests: Annotated[int, typer.Option(min=1, help="Number of conversations per run.")] = 100,
     num_naive: Annotated[int, typer.Option(min=1, help="Number of conversations in the naive run, which takes longest.")] = 10,
     mix: Annotated[
-        str, typer.Option(help="Input/output tokens of requests, with weights: 512/128, or 128/64:3,4096/256:1.")
+        str, typer.Option(help="Input/output tokens of requests, optionally with weights: 512/128, or 128/64:3,4096/256:1.")
     ] = "512/128",
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens of a system prompt before every conversation.")] = 0,
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Number of tokens in a system prompt before every conversation. 0 means no system prompt.")
+    ] = 0,
     num_prefixes: Annotated[int, typer.Option(min=1, help="Number of different system prompts.")] = 1,
     turns: Annotated[int, typer.Option(min=1, help="Number of user messages per conversation.")] = 1,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Maximum concurrent conversations. Default: no limit.")
+        int | None, typer.Option(min=1, help="Maximum number of concurrent conversations. Default: no limit.")
     ] = None,
     goodput: Annotated[
-        str | None, typer.Option(help="Latency limits in ms for a request to count as good: ttft:200,tpot:20,e2e:5000.")
+        str | None,
+        typer.Option(help="Latency limits in milliseconds of a good request, such as ttft:200,tpot:20. Names: ttft, tpot, e2e."),
     ] = None,
-    vocab_size: Annotated[int, typer.Option(min=200, help="Token ids of prompts are below this number.")] = 10000,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")] = 0.0,
+    vocab_size: Annotated[int, typer.Option(min=200, help="Upper bound of token ids in prompts, exclusive.")] = 10000,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 means greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed for lengths, prompts and arrival times.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Maximum number of seconds per request.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Maximum duration of a request in seconds.")] = 600.0,
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="Report where a server with --profile-dir spends step time; trace some steps."),
+        typer.Option("--profile", help="Report where a server with --profile-dir spends step time, and trace some steps."),
     ] = False,
     profile_skip: Annotated[int, typer.Option(min=0, help="Number of steps before the trace begins.")] = 50,
     profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="Number of steps to trace.")] = 20,
@@ -64,7 +73,7 @@ def serve(
         bool, typer.Option("--nvtx", help="With --profile: mark these steps for Nsight Systems instead of tracing them.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Draw charts into this folder.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder to draw charts to.")] = None,
 ) -> None:
     """Load-test a server: time to first token, time per token, rates, and goodput.
 

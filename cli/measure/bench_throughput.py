@@ -37,31 +37,40 @@ def throughput(
     engine: dict[str, Any],
     compare: Annotated[str | None, typer.Option(help="Other engine to run on the same texts: transformers.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Number of texts, all sent at once.")] = 16,
-    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's benchmark.")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="Number of random prompts sent at once: N, or a list 1,16,64.")] = None,
-    input_len: Annotated[str | None, typer.Option(help="Tokens per random prompt: N, or a list.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Named workload: nano (256 random prompts, as in nano-vllm's benchmark).")
+    ] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Number of random prompts sent at once: N, or a list such as 1,16,64.")
+    ] = None,
+    input_len: Annotated[str | None, typer.Option(help="Number of tokens per random prompt: N, or a list.")] = None,
     output_len: Annotated[
         str | None,
-        typer.Option(help="Tokens to generate per prompt: N, or a list parallel to --input-len. Default: 64, or --input-len."),
+        typer.Option(
+            help="Number of tokens to generate per prompt: N, or a list parallel to --input-len. Default: 64, or --input-len."
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature for random prompts; 0 is greedy. Default: 0, and 0.6 for nano.")
+        float | None, typer.Option(help="Sampling temperature for random prompts. 0 means greedy. Default: 0, or 0.6 for nano.")
     ] = None,
     lora: Annotated[
         int,
         typer.Option(
-            min=0, help="Number of random LoRA adapters to use in turn, in addition to passes without (random prompts)."
+            min=0,
+            help="With random prompts: number of random LoRA adapters to use in turn. Passes without adapters are timed too.",
         ),
     ] = 0,
-    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the random adapters.")] = 16,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the random LoRA adapters.")] = 16,
     repeat: Annotated[int, typer.Option(min=1, help="Number of timed passes after warm-up; the median is reported.")] = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Number of untimed passes of random prompts first.")] = 1,
-    profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="With random prompts: number of untimed warm-up passes.")] = 1,
+    profile: Annotated[
+        Path | None, typer.Option(help="With random prompts: write a Chrome trace of steps from the middle to this file.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
 ) -> None:
-    """Time end-to-end generation: tokens per second, time to first token, time per output token.
+    """Time end-to-end generation: tokens per second and latency of tokens.
 
-    Without --workload or --batch-size the prompts are texts.
+    Without --workload and --batch-size, the prompts are texts.
     """
     from headway.bench.generate.run import OfflineOptions
     from headway.bench.generate.throughput import TextWorkload

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="Kernel name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
+    target: Annotated[
+        str, typer.Argument(help="Kernel to test: NAME, FILE.py:CLASS, or broken:NAME (wrong on purpose).", show_default=False)
+    ] = "",
     kind: Annotated[
         str, typer.Option(help="Kind of the kernel: attention, state, linear or experts.", show_default="attention")
     ] = "",
@@ -26,20 +28,20 @@ def check(
     quick: Annotated[bool, typer.Option("--quick", help="Test each value once instead of each pair of values.")] = False,
     layout: Annotated[str, typer.Option(help="Cache layout to check: its writer, check() and gather().")] = "",
     plugin: PluginFiles = None,
-    states: Annotated[bool, typer.Option("--states", help="Same as --kind state.")] = False,
+    states: Annotated[bool, typer.Option("--states", help="Alternative to --kind state.")] = False,
     model: Annotated[
-        str, typer.Option(help="Test the layers of a model: a config.json, its folder, llama-3-8b or another name.")
+        str, typer.Option(help="Model whose layers to test: a config.json, its folder, or a name such as llama-3-8b.")
     ] = "",
-    only: Annotated[str, typer.Option(help="Checks to run, by their names in the scorecard, comma-separated.")] = "",
-    cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
+    only: Annotated[str, typer.Option(help="Checks to run: names from the scorecard, comma-separated.")] = "",
+    cell: Annotated[str, typer.Option(help="Single cell to run, by the name in a failure report.")] = "",
     stop_at_failure: Annotated[bool, typer.Option("-x", "--stop-at-failure", help="Stop at the first cell that fails.")] = False,
     no_guess: Annotated[
-        bool, typer.Option("--no-guess", help="Do not diagnose failures, which may take longer than the cell.")
+        bool, typer.Option("--no-guess", help="Do not diagnose failures. A diagnosis may take longer than the cell.")
     ] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
-            metavar="A.json B.json", help="Compare two result files instead of running checks; exit with 1 if B is worse."
+            metavar="A.json B.json", help="Compare two result files instead of running checks. The exit code is 1 if B is worse."
         ),
     ] = None,
     in_process: Annotated[
@@ -53,10 +55,11 @@ def check(
         int, typer.Option(min=0, max=1024, help="Number of processes that run cells in parallel. 0 means one per core, up to 4.")
     ] = 0,
     timeout: Annotated[
-        float, typer.Option(min=0.0, max=86_400.0, help="Seconds per cell. 0 means 60 on a CPU, 240 on a GPU, 600 interpreted.")
+        float,
+        typer.Option(min=0.0, max=86_400.0, help="Maximum seconds per cell. 0 means 60 on a CPU, 240 on a GPU, 600 interpreted."),
     ] = 0.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result to this JSON file.")] = None,
-    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge to this file.")] = None,
+    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write an SVG badge with the outcome to this file.")] = None,
 ) -> None:
     """Test a backend against the contract.
 

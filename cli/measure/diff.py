@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _NUM_PROMPTS = 4  # Number of built-in prompts to run if the user gives none
 _QUANTIZATION = (
-    "A's weights: fp8 quantizes plain weights while loading and B keeps them; checkpoint: A uses quantized kernels and B "
-    "dequantizes the checkpoint. Loads the model twice."
+    "Quantization of A's weights: fp8 (quantized while loading; B keeps plain weights) or checkpoint (quantized kernels; B "
+    "uses the dequantized checkpoint). Loads the model twice."
 )
 _RANDOM_LENGTHS = (7, 64, 300, 1000)  # Tokens per prompt if the model has no tokenizer
 
@@ -34,25 +34,27 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)  # Tokens per prompt if the model has no to
     *("num_threads", "plugins"),
 )
 def diff(
-    a: Annotated[str, typer.Argument(help="Backend to test: a name, prefill=NAME,decode=NAME, or reference.")],
+    a: Annotated[str, typer.Argument(help="Backend to test: NAME, prefill=NAME,decode=NAME, or reference.")],
     engine: dict[str, Any],
-    b: Annotated[str, typer.Argument(help="Backend to compare with; reference is attention in float64.")] = "reference",
+    b: Annotated[str, typer.Argument(help="Backend to compare with. reference is attention in float64.")] = "reference",
     prompt: Annotated[list[str] | None, typer.Option(help="Text to run. Repeatable.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="File with one text per line.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens that B generates after each text, as decode steps.")] = 16,
-    extend: Annotated[bool, typer.Option(help="Split each text in two, so that the extend phase is compared too.")] = True,
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="Number of tokens that B generates after each text, in decode steps.")
+    ] = 16,
+    extend: Annotated[bool, typer.Option(help="Split each text in two to compare the extend phase too.")] = True,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="Type of A's KV cache: auto, fp8_e4m3 or int8_per_token_head. B uses the model's type.")
+        str, typer.Option(help="Element type of A's KV cache: auto, fp8_e4m3 or int8_per_token_head. B uses the model's.")
     ] = "auto",
     quantization: Annotated[str | None, typer.Option(help=_QUANTIZATION)] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result to this JSON file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase into this .png file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the error of each layer by phase to this .png file.")] = None,
 ) -> None:
     """Compare the outputs of two backends, layer by layer.
 
     The report ends with the effect of the difference on the next tokens.
 
-    With --quantization the weights are compared as well.
+    With --quantization, the weights are compared too.
 
     The exit code is 0 if the difference is within the declared tolerance, 1 if it is beyond the tolerance, and 2 if the
     comparison failed.

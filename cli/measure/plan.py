@@ -27,47 +27,47 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 80
-_MODEL = "Folder with a config.json, Hugging Face hub id, or name of a shape. No weights are read."
-_LIMIT = "in milliseconds, that --percentile of the requests must not exceed."
+_MODEL = "Model: a folder with a config.json, a Hugging Face Hub id, or a built-in shape. No weights are read."
+_LIMIT = "in milliseconds, for --percentile of the requests."
 
 
 def plan(
     model: Annotated[str, typer.Argument(help=_MODEL)],
     gpu: Annotated[str, typer.Option(help="Kind of GPU: h100, h200, a100, l40s or b200.")] = "h200",
-    num_gpus: Annotated[int, typer.Option(help="Number of available GPUs; a host has eight.")] = 1,
-    input_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 1024,
-    output_len: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 256,
-    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: the maximum that can be served.")] = None,
+    num_gpus: Annotated[int, typer.Option(help="Number of available GPUs, eight per host.")] = 1,
+    input_len: Annotated[int, typer.Option(help="Number of tokens per prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Number of tokens to generate per prompt.")] = 256,
+    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: the maximum of each deployment.")] = None,
     arrivals: Annotated[
         Path | None,
-        typer.Option(help="JSON lines of requests with their own times and lengths, instead of the three options above."),
+        typer.Option(help="JSON Lines file of requests with times and lengths. Replaces --input-len, --output-len, --rate."),
     ] = None,
-    first_token: Annotated[float | None, typer.Option(help=f"Time to first token, {_LIMIT}")] = None,
-    time_per_token: Annotated[float | None, typer.Option(help=f"Time per later token, {_LIMIT}")] = None,
+    first_token: Annotated[float | None, typer.Option(help=f"Maximum time to first token {_LIMIT}")] = None,
+    time_per_token: Annotated[float | None, typer.Option(help=f"Maximum time per later token {_LIMIT}")] = None,
     percentile: Annotated[float, typer.Option(min=0, max=100, help="Percentage of requests that must meet the limits.")] = 95.0,
-    prefix_len: Annotated[int, typer.Option(help="Tokens of a common prefix of prompts.")] = 0,
-    prefixes: Annotated[int, typer.Option(help="Number of different prefixes.")] = 1,
+    prefix_len: Annotated[int, typer.Option(help="Number of tokens in the common prefix of prompts. 0 means none.")] = 0,
+    prefixes: Annotated[int, typer.Option(help="Number of different common prefixes.")] = 1,
     routing: Annotated[str, typer.Option(help="Routing between replicas: round-robin or prefix-aware.")] = "round-robin",
     tensor_parallel_sizes: Annotated[
         str | None,
         typer.Option(help="Tensor-parallel sizes to try, comma-separated. Default: powers of two up to a host's GPUs."),
     ] = None,
-    kv_cache_dtypes: Annotated[str, typer.Option(help="KV cache types to try: auto, fp8_e4m3, int8_per_token_head.")] = (
-        "auto,fp8_e4m3"
-    ),
+    kv_cache_dtypes: Annotated[
+        str, typer.Option(help="KV cache types to try, comma-separated: auto, fp8_e4m3, int8_per_token_head.")
+    ] = ("auto,fp8_e4m3"),
     weights: Annotated[
-        str, typer.Option(help="Weight formats to try: model (as they are), fp8, int4, mxfp4 (only experts).")
+        str, typer.Option(help="Weight formats to try, comma-separated: model (unchanged), fp8, int4, mxfp4 (experts only).")
     ] = "model",
     crossover_table: Annotated[
         list[Path] | None,
-        typer.Option(help="Measured attention times for this kind of GPU. Repeatable. Default: this machine's tables."),
+        typer.Option(help="Crossover table of this kind of GPU. Repeatable. Default: the tables of this machine."),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the full result to this JSON file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw tokens per GPU against tokens per user into this .png file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw tokens per GPU against tokens per user to this .png file.")] = None,
 ) -> None:
     """Rank deployments of a model by predicted throughput.
 
-    A deployment is a number of ranks and replicas, a KV cache type and a batch size. Latency and memory are shown for each.
+    A deployment is a number of ranks and replicas, a KV cache type and a batch size. The output shows latency and memory.
     """
     from headway.core.system.json_files import write_json
     from headway.core.system.provenance import command_line

@@ -35,32 +35,32 @@ _INTERVAL = 0.5  # Seconds between two progress lines
 def batch(
     engine: dict[str, Any],
     file: Annotated[
-        Path | None, typer.Argument(help="JSON lines in the format of OpenAI's batches: custom_id, method, url and body.")
+        Path | None, typer.Argument(help="JSON Lines file in OpenAI's batch format: custom_id, method, url and body per line.")
     ] = None,
     input_file: Annotated[
-        Path | None, typer.Option("--input-file", "-i", help="Same as the argument FILE.", rich_help_panel=BATCH)
+        Path | None, typer.Option("--input-file", "-i", help="Alternative to the argument FILE.", rich_help_panel=BATCH)
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output-file", "-o", help="File for the answers. Default: FILE.results.jsonl", rich_help_panel=BATCH),
+        typer.Option("--output-file", "-o", help="File for the answers. Default: FILE.results.jsonl.", rich_help_panel=BATCH),
     ] = None,
     model: Annotated[str, typer.Option("--model", help=help_texts()["model"], rich_help_panel=BATCH)] = "smollm2",
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="Model name that the lines use. Repeatable; default: MODEL.", rich_help_panel=BATCH),
+        typer.Option(help="Model name that the requests use. Repeatable. Default: MODEL.", rich_help_panel=BATCH),
     ] = None,
     lora_modules: AdapterModules = None,
     config: ConfigFile = None,
     concurrency: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Lines to process at a time. Default: twice the engine's --max-num-seqs.", rich_help_panel=BATCH
+            min=1, help="Number of requests to process at a time. Default: twice --max-num-seqs.", rich_help_panel=BATCH
         ),
     ] = None,
 ) -> None:
     """Answer the requests in FILE, and resume a run that was stopped.
 
-    Each request gets an answer or an error.
+    The output has one answer or one error per request.
     """
     source = input_file or file
     if source is None or (file is not None and input_file is not None):

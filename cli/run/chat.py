@@ -41,7 +41,7 @@ def chat(
     engine: dict[str, Any],
     lora: AdapterFolder = None,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Show the engine's statistics while it answers.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Show engine statistics while the model answers.")] = False,
 ) -> None:
     """Talk to a model in the terminal, using its chat template.
 
@@ -167,7 +167,7 @@ def _messages() -> Iterator[str]:
             print(flush=True)
             return
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
+            print("\n(Ctrl-D or /exit ends the chat)", file=sys.stderr)
             lines = []
             continue
         lines.append(line.removesuffix("\\"))

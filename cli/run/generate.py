@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
 @takes_sampling_options(max_tokens=64)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat the message to answer.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or the message to answer with --chat.")],
     sampling: dict[str, Any],
     engine: dict[str, Any],
     lora: AdapterFolder = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT and answer it.")] = False,
     stats: Annotated[
         bool,
-        typer.Option("--stats", help="Show statistics while the engine runs, and at the end times, steps and backends."),
+        typer.Option("--stats", help="Show statistics while the engine runs, and times, steps and backends at the end."),
     ] = False,
     show_cache: Annotated[
-        bool, typer.Option("--show-cache", help="Draw the KV cache's blocks at the last token, by sequence and group.")
+        bool, typer.Option("--show-cache", help="Draw the blocks of the KV cache at the last token, by sequence and cache group.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object after the last token.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object after the last token instead of text.")] = False,
 ) -> None:
     """Continue PROMPT, or answer it with --chat.
 

@@ -53,7 +53,9 @@ def takes_server_options(command: Command) -> Command:
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
-    model_option: Annotated[str | None, typer.Option("--model", help="Same as MODEL.", rich_help_panel=PANEL)] = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", help="Alternative to the argument MODEL.", rich_help_panel=PANEL)
+    ] = None,
     *,
     engine: dict[str, Any],
     config: ConfigFile = None,
@@ -69,7 +71,7 @@ def serve(
         int,
         typer.Option(
             min=0,
-            help="Number of times to restart an engine that has failed. After that the server exits with code 1.",
+            help="Number of times to restart a failed engine. After that, the server exits with code 1.",
             rich_help_panel="Limits",
         ),
     ] = 0,

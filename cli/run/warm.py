@@ -29,18 +29,22 @@ _BACKEND = "vllm_paged"
 
 
 def build(
-    backend: Annotated[str, typer.Argument(help="Backend to compile. Only {_BACKEND} has kernels to compile.")],
-    head_dim: Annotated[list[int] | None, typer.Option(help="Head dimension. Repeatable. Default: 64 and 128.")] = None,
-    block_size: Annotated[list[int] | None, typer.Option(help="KV cache block size. Repeatable. Default: 16.")] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="Type of queries and outputs. Repeatable. Default: bfloat16 and float16.")
+    backend: Annotated[str, typer.Argument(help=f"Backend to compile. Only {_BACKEND} has kernels to compile ahead of time.")],
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="Head dimension of the layers. Repeatable. Default: 64 and 128.")
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="Type of the KV cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="Number of tokens per KV cache block. Repeatable. Default: 16.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Element type of queries and outputs. Repeatable. Default: bfloat16 and float16.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Element type of the KV cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
     arch: Annotated[str | None, typer.Option(help="GPU architecture, such as sm_90. Default: this machine's GPU.")] = None,
 ) -> None:
-    """Compile kernels for layers of these shapes ahead of time.
+    """Compile kernels for the given layer shapes ahead of time.
 
-    Each kernel takes half a second. Without this command, kernels are compiled at their first use.
+    Each kernel takes about half a second. Without this command, kernels are compiled at their first use.
     """
     import torch
 
@@ -87,7 +91,7 @@ def warm(engine: dict[str, Any]) -> None:
 
     Later engine starts then take seconds.
 
-    Give the options that the engine will be started with. Weights are random unless --load-format is given, so that only a
+    Use the options that the engine will be started with. By default (--load-format dummy) weights are random, so that only a
     config.json is needed.
     """
     import torch

@@ -227,7 +227,7 @@ class TaggedCalls:
         writer.arguments("}")
 
     def _value(self, source: TextSource, writer: PieceWriter, schema: Any) -> Generator[None, None, bool]:
-        """Read a parameter's value, passing a string on as it arrives. Returns False if the value has no end."""
+        """Read a parameter's value, passing a string on as it arrives. Returns False if the value is not terminated."""
         said: list[str] = []
         if self._syntax.value[0]:
             yield from source.until((self._syntax.value[0],), said.append)

@@ -143,7 +143,7 @@ class Capabilities:
         dims = (spec.head_dim, spec.v_head_dim)
         if dims[0] == dims[1]:
             if self.head_dims is not None and dims[0] not in self.head_dims:
-                sizes = _either(map(str, self.head_dims)) or "values of another length than keys"
+                sizes = _sizes(self.head_dims) or "values of another length than keys"
                 yield Reason("head_dim", sizes, str(dims[0]))
         elif self.v_head_dims is not None and dims not in self.v_head_dims:
             pairs = _either(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
@@ -168,6 +168,13 @@ class Capabilities:
             yield Reason("causal", "a backend that declares non_causal, so that queries see later keys", "causal=False")
         for feature in sorted(spec.features - self.features):
             yield Reason(feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}")
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Return sizes as text: "a multiple of 8 up to 256" for a long series, else all of them."""
+    if len(sizes) > 4 and tuple(sizes) == tuple(range(sizes[0], sizes[-1] + 1, sizes[0])):
+        return f"a multiple of {sizes[0]} up to {sizes[-1]}"
+    return _either(map(str, sizes))
 
 
 def _either(values: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Result of a check: truthy if supported, otherwise all reasons against it."""
+    """Result of a check: truthy if supported; otherwise falsy, with all reasons why not."""
 
     reasons: tuple[Reason, ...] = ()
 

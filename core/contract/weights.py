@@ -296,7 +296,7 @@ class WeightFormat:
     """Format of a weight, without tensors: the properties that kernels distinguish."""
 
     name: str
-    """Name out of FORMATS, or the name of a GGUF block format."""
+    """Name from FORMATS, or the name of a GGUF block format."""
     group_size: int | None = None
     """Number of columns of a row that share a scale, for 4-bit weights."""
     block: tuple[int, int] | None = None

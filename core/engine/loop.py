@@ -333,7 +333,7 @@ class EngineLoop:
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
-        log.error("a step of %d sequences failed: %s", len(failed), error)
+        log.error("engine: a step of %d sequences failed: %s", len(failed), error)
         for seq in failed:
             seq.fail(str(error))
         self._remove(failed)

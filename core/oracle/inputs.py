@@ -40,7 +40,7 @@ _KEY = 4.0
 _LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0, "uneven": 100.0, NEEDLE: 10.0}
 """Regime -> amount added to the scores of lifted keys."""
 _KINDS, _PEAKED = 5, 8.0
-"""Number of kinds of query rows in uneven scores, and factor of the queries in rows with one dominant key."""
+"""Number of kinds of query rows in uneven scores, and the factor that multiplies the queries in rows with one dominant key."""
 _NEEDLE_AT = 7
 _MEAN = 100.0
 _MEAN_8_BITS = 10.0

@@ -101,8 +101,8 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Update a processor's data, a dict keyed by place. Return whether the dict has changed. new_state: function that makes a
-    sequence's data, or returns None if there is none."""
+    """Update a processor's data, a dict keyed by index in the batch. Return whether the dict has changed. new_state: function
+    that makes a sequence's data, or returns None if the sequence needs none."""
     if batch_update is None:
         return False
     before = dict(req_entries)

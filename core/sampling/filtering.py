@@ -113,5 +113,7 @@ def verified_filter(candidate: Filter, vocab_size: int, device: torch.device, ah
         fault = f"{type(error).__name__}: {error}"
     if not fault:
         return candidate
-    log.warning("top_k, top_p and min_p use torch's operations, which are slower: the kernels failed their check (%s)", fault)
+    log.warning(
+        "sampling: top_k, top_p and min_p use torch's operations, which are slower; the kernels failed their check (%s)", fault
+    )
     return None

@@ -305,8 +305,8 @@ class ChangingRows(NamedTuple):
 
     @property
     def top_k(self) -> NDArray[numpy.float32]:
-        """float32 [number of changing rows]: number of most likely tokens on which each row's token depends. 0 means all
-        tokens."""
+        """float32 [number of changing rows]: number of most likely tokens from which each row's token is sampled. 0 means
+        all tokens."""
         top_k: NDArray[numpy.float32] = self.filters[1, self.columns] * (self.needs & SHAPING & ~FILTERING == 0)
         return top_k
 

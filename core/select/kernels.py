@@ -203,7 +203,7 @@ class KernelRegistry(Generic[K, T]):
                 who = f"{self.kind.rank_hook}() of plugin {hook.plugin!r} of {hook.owner}"
                 log_traceback(who, error)
                 raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
-                warn_once(f"{who} is passed over: {raised}")
+                warn_once(f"{who} is skipped: {raised}")
                 continue
             if answer is not None:
                 return answer

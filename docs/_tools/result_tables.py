@@ -97,10 +97,24 @@ def made_by(report: _Result, newest: _Result | None) -> str:
     """Return the code version of a file in words, and whether the newest file on the page has another."""
     day = report.date[:10]
     unknown = f"Measured on {day}, before result files recorded their commit."
-    who = f"Measured by {report.origin} on {day}." if report.origin else unknown
+    who = f"Measured by {in_words([report.origin])} on {day}." if report.origin else unknown
     if newest is None or newest.origin is None or (report.origin and report.origin.commit == newest.origin.commit):
         return who
-    return f"{who} **Older than the newest results on this page**, which are from {newest.date[:10]} ({newest.origin})."
+    latest = f"{newest.date[:10]} ({in_words([newest.origin])})"
+    return f"{who} **Older than the newest results on this page**, which are from {latest}."
+
+
+def in_words(origins: Sequence[Origin]) -> str:
+    """Return versions of the code in words, such as "Headway at commits 1a2b3c and 4d5e6f"."""
+    commits: dict[str, list[str]] = {}
+    for text in dict.fromkeys(map(str, origins)):
+        name, _, commit = text.replace("headway", "Headway", 1).partition(", commit ")
+        commits.setdefault(name, []).extend([commit] if commit else [])
+    parts = []
+    for name, some in commits.items():
+        known = " and ".join(filter(None, [", ".join(some[:-1]), *some[-1:]]))
+        parts.append(f"{name} at commit{'s' if some[1:] else ''} {known}" if known else name)
+    return " and ".join(parts)
 
 
 def _device(report: KernelReport) -> str:
@@ -109,8 +123,8 @@ def _device(report: KernelReport) -> str:
         f"torch {device.torch}",
         *(f"{name} {version}" for name, version in device.libraries.items() if name != "headway"),
     ]
-    limits = f"copy {device.copy_gbps:.0f} GB/s, {device.matrix_dtype} GEMM {device.matrix_tflops:.0f} TFLOP/s in the same run"
-    return f"{device.name}, driver {device.driver}, {', '.join(software)}; {limits}; {report.date[:10]}."
+    rates = f"a copy reached {device.copy_gbps:.0f} GB/s and a {device.matrix_dtype} GEMM {device.matrix_tflops:.0f} TFLOP/s"
+    return f"{device.name}, driver {device.driver}, {', '.join(software)}. In the same run, {rates}."
 
 
 def _table(cells: list[KernelCell]) -> str:

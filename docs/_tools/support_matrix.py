@@ -15,6 +15,7 @@ from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.oracle.cells import FEATURES, MEMORIES, MODEL_SOFTCAPS, MODEL_WINDOWS, PHASES
 from headway.core.system.files import write_whole
 from headway.testing.kit.report import CellResult, CheckReport, read_check
+from result_tables import in_words
 
 BEGIN = "<!-- support matrix: begin, written by python docs/_tools/support_matrix.py -->"
 END = "<!-- support matrix: end -->"
@@ -94,8 +95,8 @@ def _origin(reports: Sequence[CheckReport]) -> str:
     machine = reports[0].machine
     libraries = {name: version for report in reports for name, version in report.machine.libraries.items()}
     facts = [f"torch {machine.torch}", f"Python {machine.python}", *(f"{name} {v}" for name, v in sorted(libraries.items()))]
-    commits = "; ".join(dict.fromkeys(str(report.origin) for report in reports))
-    return f"{', '.join(facts)}. Tested on {max(report.date for report in reports)[:10]} with {commits}."
+    tested = in_words([report.origin for report in reports])
+    return f"{', '.join(facts)}. Tested on {max(report.date for report in reports)[:10]} with {tested}."
 
 
 def _mark(cells: Sequence[CellResult]) -> str:

@@ -204,7 +204,7 @@ def _is_neutral(option: str, value: object) -> bool:
 
 def _trust(value: object) -> dict[str, Any]:
     if value:
-        log.warning("trust_remote_code: taken, and nothing is trusted: Headway runs no code that a model brings")
+        log.warning("trust_remote_code: ignored; Headway never runs code from a model")
     return {}
 
 
@@ -233,7 +233,7 @@ def _speculation(value: Any) -> dict[str, Any]:
         raise ConfigError("speculative_config", "the draft's name as model", shown(given.get("model")))
     most = given.get("num_speculative_tokens", MAX_DRAFT_TOKENS)
     if isinstance(most, int) and most > MAX_DRAFT_TOKENS:
-        log.warning("speculative_config: %d tokens are guessed at most, not %d", MAX_DRAFT_TOKENS, most)
+        log.warning("speculative_config: num_speculative_tokens is limited to %d, got %d", MAX_DRAFT_TOKENS, most)
         most = MAX_DRAFT_TOKENS
     source = {"speculative_model": given["model"]} if method == "draft_model" else {"speculate": method.removesuffix("_gpu")}
     return {**source, "num_speculative_tokens": most}
@@ -287,7 +287,7 @@ def _executor(value: object) -> dict[str, Any]:
         need = "mp, uni or ray, or one process alone that torchrun has started"
         raise ConfigError("distributed_executor_backend", need, shown(value), hint)
     if value == "ray":
-        log.warning("distributed_executor_backend: ranks are processes of this machine; Ray starts none of them")
+        log.warning("distributed_executor_backend: Ray is not used; ranks are processes on this machine")
     return {}
 
 

@@ -178,7 +178,7 @@ def checked_registry(args: EngineArgs) -> Registry:
         rank_devices(args)
     config, registry = args.engine_config(), args.make_registry()
     for failure in registry.failures:
-        log.warning("plugin left out: %s", failure)
+        log.warning("plugin skipped: %s", failure)
     attention = [*config.backend_request.names, *config.attn_options]
     check_names(registry, {ATTENTION: attention, STATE: config.state_request.names}, config.kv_layout)
     if config.speculate is not None:

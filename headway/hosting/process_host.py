@@ -244,12 +244,12 @@ class EngineProcess(EngineHost):
             try:
                 self._load(spawn_engine())
             except Exception as error:  # the next attempt may succeed
-                log.error("the engine could not be started again: %s", error)
+                log.error("engine: the restart failed: %s", error)
                 continue
             if self._stopped:
                 self._end()
             else:
-                log.warning("the engine runs again after %.1f s", time.perf_counter() - began)
+                log.warning("engine: restarted in %.1f s", time.perf_counter() - began)
             return
         with self._guard:
             self._give_up()
@@ -269,7 +269,7 @@ class EngineProcess(EngineHost):
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            log.warning("the engine's process has not ended within %g s and is killed", _END_SECONDS)
+            log.warning("engine: the process did not end within %g s; killing it", _END_SECONDS)
             self._process.kill()
             self._process.wait()
 

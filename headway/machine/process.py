@@ -129,7 +129,7 @@ def bound_kernel_caches() -> None:
     """
     for name in VARIABLES:
         os.environ.setdefault(name, str(CAPACITY))
-    log.info("compiled products kept: %s", ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES))
+    log.info("oneDNN: kernel caches are limited: %s", ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES))
 
 
 def interrupt_command(number: int, frame: FrameType | None) -> None:

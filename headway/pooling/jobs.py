@@ -46,7 +46,7 @@ class PoolingJob(Generic[Output]):
 
     texts: Sequence[EncodedText]
     finish: Callable[[Sequence[Tensor]], list[Output]]
-    """Function to call with each text's result: float32 [size], or [tokens, size] for a model that rewards tokens."""
+    """Function to call with each text's result: float32 [size], or [tokens, size] for a model that scores tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +101,7 @@ class PoolingJobs:
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
         """Reward tokens or steps; see `LLM.reward`. :raises PromptError: if a prompt is too long. :raises ConfigError: if the
-        model does not reward tokens."""
+        model does not score tokens or steps."""
         if self.model.task != "reward":
             need = "a reward model, or a classifier of tokens"
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())

@@ -350,7 +350,7 @@ class ChatFormat:
         if self.shows_tools:
             return listed, [dict(tool) for tool in use.tools] or None
         if use.tools:
-            warn_once("the model's chat template has no tools: they are described in the first message")
+            warn_once("chat template: it does not support tools; the first message describes them")
         return described(listed, use.tools, self.template), None
 
     def params(self, params: SamplingParams, use: ToolUse, prompt: Mapping[str, Any]) -> SamplingParams:

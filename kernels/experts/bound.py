@@ -127,7 +127,7 @@ class ExpertsLayers:
             except Exception as error:
                 log_traceback(f"experts kernel {each.name}", error)
                 support, made = Support.no("supports()", "an answer", f"{type(error).__name__}: {error}"), None
-                log.warning("experts: %s is left out: %s", each.name, support.brief)
+                log.warning("experts: excluding %s: %s", each.name, support.brief)
             if made is not None:
                 kernels.append(made)
             else:
@@ -136,7 +136,7 @@ class ExpertsLayers:
         served = requested in (kernel.name for kernel in kernels)
         if requested != AUTO and not served:
             self._options.refusals[spec] = refusal = refused[requested]
-            log.warning("experts: %s does not serve %s, which take what auto takes: %s", requested, spec, refusal.brief)
+            log.warning("experts: %s does not support %s; auto selects the kernel for them: %s", requested, spec, refusal.brief)
         front, named = self._front(spec.config), requested if served else AUTO
         return ExpertsKind(spec, kernels, front, named, refused, self._options.invariant)
 
@@ -253,7 +253,7 @@ class ExpertsKind:
         """
         if name == self.requested:
             raise BackendError(f"experts kernel {name}: {why}") from error
-        log.warning("experts: %s is left out: %s", name, why)
+        log.warning("experts: excluding %s: %s", name, why)
         self.refused[name] = Support.no("its trial and its steps", "a right answer", why)
         del self.kernels[name]
         self._rebind()

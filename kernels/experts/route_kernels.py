@@ -410,7 +410,7 @@ class Router:
         return lambda x, sorts: (self.tiles if sorts else self.rows)(x, norm, weights)
 
     def rows(self, x: Tensor, norm: Norm, weights: RoutedWeights) -> Routed:
-        """Route few tokens, one by one. x: [num_tokens, hidden_size], the residual stream."""
+        """Route a small number of tokens, one by one. x: [num_tokens, hidden_size], the residual stream."""
         num_logits = self._config.num_logits
         arguments, routed = self._arguments(x, norm, weights, 16, counted=False)
         key = "rows", x.dtype, *_biases(weights)

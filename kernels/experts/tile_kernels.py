@@ -310,7 +310,7 @@ def grouped_quantized_product(
     ASSEMBLY: tl.constexpr,  # unpack with NVIDIA instructions (inline PTX)
     PDL: tl.constexpr,
 ):
-    """y = W_e x + bias (grouped GEMM with dequantize) or its activation, summed in float32.
+    """Compute y = W_e x + bias (grouped GEMM with dequantization), optionally followed by the activation, accumulated in float32.
 
     Grid (cdiv(N, BLOCK_N) * num_blocks), or (cdiv(N, BLOCK_N) * NUM_ALL) if WHOLE.
     """

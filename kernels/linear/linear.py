@@ -220,7 +220,7 @@ class Linear:
         self._bind_on_cpu(kernels)
 
     def settle(self) -> None:
-        """Prepare the layer for the selected kernels, after measured times have decided.
+        """Prepare the layer for the selected kernels, after selection by measured times.
 
         On a CPU, if one of Headway's kernels is selected for every number of rows, the weight stays only in that kernel's layout.
         """

@@ -148,7 +148,7 @@ class AdapterBank:
         self._join(range(self.num_slots))
 
     def _join(self, slots: Iterable[int]) -> None:
-        """Copy the A of the given slots into the rows of `joined` that follow the weight."""
+        """Copy the A matrices of the given slots into the rows of `joined` that follow the weight."""
         for product in self.products.values():
             if product.joined is not None:
                 for slot, rows in product.joined_slots(slots):

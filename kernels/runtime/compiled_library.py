@@ -191,7 +191,7 @@ class LibrarySearch:
             write_whole(path, json.dumps(known).encode())
         except OSError as error:
             why = f"{path} cannot be written ({error})"
-            log.warning("%s: its library is tried anew at every start, some seconds: %s", self.name, why)
+            log.warning("%s: the library is tested at every start, which takes seconds: %s", self.name, why)
 
 
 def _folders(package: str) -> list[Path]:

@@ -28,7 +28,7 @@ def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead 
             from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
             from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
         except ImportError as error:
-            log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
+            log.warning("sampling: using torch's operations, which are slower: %s (pip install 'headway[triton]')", error)
         else:
             fused, part = FusedSampling(device), FusedPart(device)
             filtering = verified_filter(TopKTopPSampler(device), vocab_size, device, ahead)

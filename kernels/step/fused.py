@@ -154,11 +154,11 @@ class Fused(Operations):
         return x, tuple((cos.view(num_tokens, half), sin.view(num_tokens, half)) for cos, sin, half in parts)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Norm rows in one launch."""
+        """Normalize rows in one launch."""
         return self._norm(x, norm, None)
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Norm rows and add them to the residual in one launch, in place."""
+        """Normalize rows and add them to the residual in one launch, in place."""
         return self._norm(x, norm, residual)
 
     def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
@@ -192,8 +192,8 @@ class Fused(Operations):
         return self._split_heads(step(x, norm=norm, rotated=rotated), heads, rope if separate else None, separate)
 
     def rotate_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate heads in one launch, in place. Four more launches are needed if heads are normed without RoPE, or if
-        one norm covers all heads."""
+        """Normalize and rotate heads in one launch, in place. Four more launches are needed if heads are normed without RoPE, or
+        if one norm covers all heads."""
         return self._split_heads(qkv, heads, rope, self._norms_apart(heads, rope))
 
     @staticmethod
@@ -219,7 +219,7 @@ class Fused(Operations):
         return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
 
     def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
-        """Norm the heads in place, in separate launches. Return `heads` without its norms."""
+        """Normalize the heads in place, in separate launches. Return `heads` without its norms."""
         q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         q, k, v = (part for part in qkv[:, : q_size + 2 * kv_size].split([q_size, kv_size, kv_size], dim=1))
         if heads.q_norm is not None and heads.k_norm is not None:
@@ -232,8 +232,8 @@ class Fused(Operations):
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: RowScale | None) -> None:
-        """Norm and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied, and
-        their epsilon.
+        """Normalize and rotate heads in one launch, in place (RoPE). scaled_by: rows whose RMSNorm factor is still to be applied,
+        and their epsilon.
         """
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
@@ -303,8 +303,8 @@ class Fused(Operations):
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
-        """Norm latents and rotate queries and keys in one launch, in place. Without RoPE, two more launches fill cos with 1 and
-        sin with 0."""
+        """Normalize latents and rotate queries and keys in one launch, in place. Without RoPE, two more launches fill cos with 1
+        and sin with 0."""
         if rope is None:
             size = q.shape[0], config.qk_rope_head_dim // 2
             rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)

@@ -236,5 +236,5 @@ def invariant_operations(
     invariant.check(linears)
     for kind in kinds:
         tile = "any number of rows" if kind.is_invariant else f"every tile of {rows} rows"
-        log.info("deterministic: products %s by %s, for %s", kind.name, kind.kernel_for(rows), tile)
+        log.info("deterministic: linear %s uses %s for %s", kind.name, kind.kernel_for(rows), tile)
     return invariant

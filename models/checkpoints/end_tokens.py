@@ -36,7 +36,7 @@ def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokeni
     for source, value in _named(folder, stated, config, tokenizer):
         for token in _ids(folder, source, value):
             if token >= config.vocab_size:
-                text = "model: %s %s (%s) is outside the vocabulary of %d tokens: left out"
+                text = "model: %s %s (%s) is outside the vocabulary of %d tokens; it is ignored"
                 log.warning(text, _KEY, shown(token), source, config.vocab_size)
             elif source not in (places := sources.setdefault(token, [])):
                 places.append(source)
@@ -67,7 +67,7 @@ def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any)
     if tokenizer is not None:
         name, token = getattr(tokenizer, "eos_token", None), getattr(tokenizer, _KEY, None)
         if token is not None and token == getattr(tokenizer, "unk_token_id", None) and name != tokenizer.unk_token:
-            log.warning("model: the tokenizer's eos_token %s is not in its vocabulary: left out", shown(name))
+            log.warning("model: the tokenizer's eos_token %s is not in its vocabulary; it is ignored", shown(name))
         else:
             yield "tokenizer", token
         yield "chat template", token_after_answer(tokenizer)

@@ -85,7 +85,7 @@ def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
     long = longest > original
     kind, where, other = ("long", "above", f"max_model_len={original}") if long else ("short", "within", "a larger value")
     text = "model: RoPE of type longrope uses its %s factors for all sequences, because max_model_len=%d is %s the %d tokens of "
-    text += "the original training; %s selects the others"
+    text += "the original training; %s selects the other factors"
     log.info(text, kind, longest, where, original, other)
     return long
 

@@ -74,7 +74,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Write the whole answer. outputs: one output per prompt."""
+        """Return the complete answer, serialised. outputs: one output per prompt."""
 
 
 class ChunkedAnswer(Answer):

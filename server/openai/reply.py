@@ -243,7 +243,7 @@ class Reply(Response):
         """Send the client an error: as a status or, if a stream has begun, as an event."""
         failure = api_error(error)
         if failure.status >= 500 and not isinstance(error, (ApiError, EngineDeadError)):  # the host already logs a dead engine
-            log.error("a request has failed", exc_info=error)
+            log.error("server: a request failed", exc_info=error)
         self._service.metrics.refused[str(failure.status)] += 1
         if self._left:
             return

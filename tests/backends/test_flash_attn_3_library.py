@@ -133,7 +133,7 @@ def test_an_unwritable_folder_costs_time(
         library.find_library.cache_clear()
         assert library.find_library()[0] is not None
     assert len(commands) == 2
-    assert "tried anew at every start" in caplog.text
+    assert "tested at every start" in caplog.text
 
 
 def test_a_broken_file_of_answers_is_no_answer(monkeypatch: pytest.MonkeyPatch, hopper: None, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_report_puts_one_gpu_vllm_and_earlier_predictions_beside(tmp_path: Pat
     assert report_of(tmp_path).median_off == pytest.approx(15.0)
     text = markdown(report_of(tmp_path))
     assert "| llama-3-8b, 1 x 512/512 | 2 | 150 | 100 | 1.50 | 120 | 1.25 | 180 | +20.0 | 110 |" in text
-    assert "15.0 % off in the median" in text
+    assert "a median error of 15.0 %" in text
     with pytest.raises(ConfigError, match="report: needs files such as throughput-8b-tp2.json, got none in"):
         report_of(tmp_path / "empty")
 

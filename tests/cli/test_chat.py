@@ -123,7 +123,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves_chat(chatty: Path) -> None:
 
     try:
         wait_for(b"> ")
-        wait_for(b"Ctrl-D or /exit leaves", b"\x03")  # once more, where it comes just before readline listens
+        wait_for(b"Ctrl-D or /exit ends the chat", b"\x03")  # once more, where it comes just before readline listens
         os.write(terminal, b"the fox\n")
         wait_for(b" tok/s | ")
         os.write(terminal, b"\x03")

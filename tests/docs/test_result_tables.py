@@ -48,8 +48,8 @@ def test_a_page_that_shows_older_figures_says_so(tmp_path: Path) -> None:
     write_json(a_table(date="2026-01-01T00:00:00+00:00", origin=Origin(version="1", commit="aaa")), old)
     write_json(a_table(date="2026-02-01T00:00:00+00:00", origin=Origin(version="1", commit="bbb")), new)
     first, second = render("".join(f"<!-- crossover {path} -->\n<!-- end -->\n" for path in (old, new))).split("<!-- end -->")[:2]
-    assert "Measured by headway 1, commit aaa on 2026-01-01. **Older than the newest results on this page**" in first
-    assert "Measured by headway 1, commit bbb on 2026-02-01." in second
+    assert "Measured by Headway 1 at commit aaa on 2026-01-01. **Older than the newest results on this page**" in first
+    assert "Measured by Headway 1 at commit bbb on 2026-02-01." in second
     assert "Older" not in second
 
 

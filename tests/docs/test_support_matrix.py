@@ -30,7 +30,7 @@ def test_a_value_is_right_wrong_or_refused() -> None:
     )
     text = render([report])
     assert "| `x` | ✗ | ⚠ 1/1 | ✓ 2 | – | – | – |" in text
-    assert "with headway 1, commit abc" in text
+    assert "with Headway 1 at commit abc." in text
 
 
 def test_a_document_without_markers_is_refused() -> None:

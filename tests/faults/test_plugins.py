@@ -247,9 +247,9 @@ def test_a_default_start_goes_on_beside_all_of_them(plugins: Path, tmp_path: Pat
     first, second = (run_headway(*arguments, plugins=plugins, cwd=tmp_path) for _ in range(2))
     assert first.code == second.code == alone.code == 0, first
     assert first.out == second.out == alone.out
-    assert "left out" not in alone.err
-    assert first.err.count("plugin left out: ") == second.err.count("plugin left out: ") == len(HOSTILE)
-    assert "trying in a separate process" not in second.err
+    assert "plugin skipped" not in alone.err
+    assert first.err.count("plugin skipped: ") == second.err.count("plugin skipped: ") == len(HOSTILE)
+    assert "in a separate process" not in second.err
     shown = run_headway("plugins", plugins=plugins, cwd=tmp_path, columns=200)
     assert shown.out.count("  left out\n") == len(HOSTILE)
     assert shown.out.count("  loaded\n") == len(HARMLESS) + len(LATE)
@@ -339,7 +339,7 @@ def test_a_command_names_a_file_that_misbehaves_and_ends(folder: Path, name: str
     done = run_headway("backends", "--plugin", file, cwd=folder)
     assert (done.code, done.out) == (2, "")
     tried, refused = done.err.splitlines()
-    assert tried.startswith("headway: trying in a separate process, once: plugin ")
+    assert tried.startswith("headway: plugins: trying ")
     assert refused.startswith(f"headway: error: plugin {file}: ")
     assert HOSTILE[name][2] in refused
 
@@ -352,11 +352,11 @@ def test_a_shape_that_ends_the_process_costs_the_files_backend_alone(folder: Pat
     options = ("--plugin", hostile(folder, "segfaults-at-a-shape"), "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos")
     done = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
     assert done.code == 0, done
-    assert "auto excludes segfaults-at-a-shape: crashed the measuring process" in done.err
+    assert "auto: excluding segfaults-at-a-shape: crashed the measuring process" in done.err
     assert "prefill: sdpa" in done.err
     again = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
     assert again.code == 0, again
-    assert "auto excludes segfaults-at-a-shape: crashed the measuring process" in again.err, "the reason is kept"
+    assert "auto: excluding segfaults-at-a-shape: crashed the measuring process" in again.err, "the reason is kept"
     assert "measuring again" not in again.err, "the file is what it was"
 
 

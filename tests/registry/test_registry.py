@@ -269,7 +269,7 @@ def test_a_rank_that_is_no_order_is_named_and_passed_over(answer: object, caplog
     warn_once.cache_clear()
     registry = make(mine=Plugin(rank=answer))
     assert registry.attention.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"]) == ["sdpa", "sdpa.math"]
-    assert "headway_rank_backends() of plugin 'mine' of mine is passed over: it must return an order" in caplog.text
+    assert "headway_rank_backends() of plugin 'mine' of mine is skipped: it must return an order" in caplog.text
 
 
 @pytest.mark.parametrize("raised", [ZeroDivisionError("no measurements"), SystemExit("no measurements")], ids=repr)
@@ -280,7 +280,7 @@ def test_a_rank_hook_that_raises_is_named_and_passed_over(raised: BaseException,
     warn_once.cache_clear()
     registry = make(mine=Plugin(rank=fall_over))
     assert [registry.attention.rank(spec(), phase, ["sdpa"]) for phase in Phase] == [["sdpa"]] * len(Phase)
-    assert caplog.text.count("plugin 'mine' of mine is passed over") == 1
+    assert caplog.text.count("plugin 'mine' of mine is skipped") == 1
     assert f"it raised {type(raised).__name__}: no measurements" in caplog.text
 
 

@@ -256,10 +256,10 @@ def test_a_plugins_own_layout_is_measured_beside_a_built_in_one(monkeypatch: pyt
 def test_a_backend_that_computes_wrongly_here_is_left_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     registry = with_backend("wrong", decode=half_of_the_rows)
     costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
-    assert "auto excludes wrong: self-test: decode" in caplog.text
+    assert "auto: excluding wrong: self-test: decode" in caplog.text
     caplog.clear()
     costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
-    assert "auto excludes wrong: self-test: decode" in caplog.text, "a start that measures nothing says so, too"
+    assert "auto: excluding wrong: self-test: decode" in caplog.text, "a start that measures nothing says so, too"
     assert "measuring" not in caplog.text
     assert "wrong" in costs[SPEC].excluded
     selector = Selector(registry, LayerSpecs([SPEC]), costs=costs)

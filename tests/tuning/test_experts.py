@@ -194,4 +194,4 @@ def test_ranks_choose_by_the_times_of_rank_0(cache: Path, caplog: pytest.LogCapt
     assert ranks_of(Doubling, 5.0)[1].times.us == first, "nothing is measured twice"
     wrong = ranks_of(type("Wrong", (Doubling,), {"broken": True}), 5.0)
     assert [each.name for each in wrong[1].sums] == ["gloo"]
-    assert "doubling is left out, and gloo sums: a sum of 8 elements is off by" in caplog.text
+    assert "excluding doubling; gloo is used instead: a sum of 8 elements is off by" in caplog.text

@@ -70,7 +70,7 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
         by_name = {name: [None if math.isnan(each) else each for each in row] for name, row in rows}
         ranks.sum_by(sums, AxisTimes(BYTES, by_name, source))
     if ranks.rank == 0:
-        rule = f"{', else '.join(layer.kernels)}, the first that takes the tensor (not measured)"
+        rule = f"{', else '.join(layer.kernels)}, the first that supports the tensor (not measured)"
         log.info("all-reduce: %s", rule if ranks.times is None else describe_sums(ranks.times))
 
 
@@ -84,7 +84,7 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
     able = {name: kernels.backend(name).capabilities.max_bytes for name, support in found.items() if support}
     refused = {name: support.brief for name, support in found.items() if not support}
     common = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}, "refused": refused}
-    names, source = list(able), "the first that takes the tensor: the first start of so many ranks measures"
+    names, source = list(able), "the first that supports the tensor; the first start with this number of ranks measures"
     times = None
     if len(names) == 1:
         return {**common, "ways": {1: names[0]}, "by": "no other kernel runs here"}
@@ -186,7 +186,7 @@ def _joined(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel, Any]) ->
                 if _all(ranks, not why):
                     found.append(made)
                     continue
-        log.warning("all-reduce: %s is left out, and %s sums: %s", name, group.name, why or "another rank says why")
+        log.warning("all-reduce: excluding %s; %s is used instead: %s", name, group.name, why or "another rank logs the reason")
     return [*found, group]
 
 

@@ -106,7 +106,7 @@ class ExpertLayer(CountedLayer):
         return torch.empty(shape, dtype=self.kind.dtype, device=self.on).normal_(generator=self._generator)
 
     def tokens(self, count: int) -> list[Tensor]:
-        """Return one residual stream [count, hidden_size] for each layer that is timed together."""
+        """Return one residual stream [count, hidden_size] for each of the layers that are timed together."""
         if count not in self._tokens:  # holds one count at a time: the largest need much memory
             self._tokens.clear()
             self._tokens[count] = [self._draw(count, self.kind.spec.hidden_size) for _ in range(self.layers(count))]

@@ -169,7 +169,7 @@ def log_excluded(layer: TunedLayer, table: CrossoverTable, stored: bool = False)
     for record in table.kernels:
         failed = record.reason.startswith((CRASHED, HUNG, FAILED))
         if record.name in layer.kernels and not record.usable and (failed or not stored):
-            log.warning("auto excludes %s: %s", record.name, record.reason)
+            log.warning("auto: excluding %s: %s", record.name, record.reason)
 
 
 def used_table(layer: TunedLayer, table: CrossoverTable, path: Path) -> CrossoverTable:

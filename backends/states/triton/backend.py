@@ -32,7 +32,8 @@ LONGEST_KEY = 256
 
 
 class TritonStates(StateBackend):
-    """Decode (convolution and recurrence) in one launch, and chunked prompts, for every kind and layout. Needs no build step."""
+    """Runs decode steps (convolution and recurrence) in one launch, and prompts in chunks, for every kind and layout of state.
+    Needs no build step."""
 
     name = "triton"
     capabilities: ClassVar[StateCapabilities] = StateCapabilities(

@@ -38,18 +38,20 @@ class EngineConfig:
     """Engine options, with vLLM's names. Their descriptions here are used for `LLM`'s keywords, the flags and docs/options.md."""
 
     attn_backend: Annotated[str | BackendRequest, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
-    attn_options: Annotated[Mapping[str, Mapping[str, str]], "Backend options: NAME -> key -> value."] = field(
+    attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of attention backends: NAME -> key -> value."] = field(
         default_factory=dict
     )
     state_backend: Annotated[
-        str | BackendRequest, 'Backend for layers that keep a state: auto, NAME, or "prefill=NAME,decode=NAME".'
+        str | BackendRequest, 'Backend for recurrent (state) layers: auto, NAME, or "prefill=NAME,decode=NAME".'
     ] = "auto"
-    workload: Annotated[str, "Expected workload, for auto: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = (
+    workload: Annotated[str, "Expected workload, used by auto: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = (
         "chat"
     )
     kv_layout: Annotated[str, "KV cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's."] = "auto"
     kv_cache_dtype: Annotated[str, "KV cache dtype: auto (the model's), fp8_e4m3 or int8_per_token_head."] = "auto"
-    block_size: Annotated[int | None, "Tokens per KV cache block, a multiple of 8. Default: auto decides."] = None
+    block_size: Annotated[
+        int | None, "Number of tokens per KV cache block, a multiple of 8. Default: selected automatically."
+    ] = None
     max_model_len: Annotated[
         int | None,
         "Maximum length of prompt plus output, in tokens. Default: the model's limit, or less if the cache is smaller.",
@@ -60,48 +62,51 @@ class EngineConfig:
     max_num_seqs: Annotated[int, "Maximum number of sequences per step."] = 256
     tensor_parallel_size: Annotated[int, "Number of tensor-parallel ranks, each a process with its own GPU."] = 1
     scheduling_policy: Annotated[
-        str, "Order of requests: fcfs (first come, first served), or priority (lower numbers first, then fcfs)."
+        str, "Order of requests: fcfs (first come, first served) or priority (lower numbers first, then fcfs)."
     ] = "fcfs"
     enable_prefix_caching: Annotated[bool, "Reuse the KV cache of prompts with a common prefix."] = True
-    enable_prompt_embeds: Annotated[bool, "Accept prompts as embeddings, {'prompt_embeds': tensor}."] = False
+    enable_prompt_embeds: Annotated[bool, "Accept embeddings as prompts, in the form {'prompt_embeds': tensor}."] = False
     enable_chunked_prefill: Annotated[bool, "Split a long prompt into chunks over several steps."] = True
     free_window_blocks: Annotated[bool, "Free cache blocks that have left a layer's sliding window."] = True
     kv_cache_memory: Annotated[
-        int | str | None, "Size of the KV cache: bytes, or a text such as 2GiB. Default: what fits in memory."
+        int | str | None, "Size of the KV cache, in bytes or with a unit, such as 2GiB. Default: as much as fits in memory."
     ] = None
     preemption_mode: Annotated[
         str,
-        "How to preempt a request when the KV cache is full: recompute, swap (to host memory), or auto (the cheaper one).",
+        "How to preempt a request when the KV cache is full: recompute, swap (to host memory) or auto (the cheaper method).",
     ] = "auto"
     kv_offload_size: Annotated[
         int | str | None,
-        "Host memory for blocks evicted from the KV cache: bytes, or a text such as 4GiB. Default: none.",
+        "Host memory for blocks evicted from the KV cache, in bytes or with a unit, such as 4GiB. Default: none.",
     ] = None
     kv_offload_dir: Annotated[
-        str | None, "Folder that also saves evicted blocks on disk, across restarts. Needs kv_offload_size. Default: none."
+        str | None, "Folder that keeps evicted blocks on disk across restarts. Needs kv_offload_size. Default: none."
     ] = None
-    kv_offload_dir_size: Annotated[int | str, "Maximum size of the files in kv_offload_dir: bytes, or a text such as 64GiB."] = (
-        "16GiB"
-    )
+    kv_offload_dir_size: Annotated[
+        int | str, "Maximum total size of files in kv_offload_dir, in bytes or with a unit, such as 64GiB."
+    ] = "16GiB"
     gpu_memory_utilization: Annotated[float, "Fraction of GPU memory for weights, activations and KV cache."] = 0.9
     enforce_eager: Annotated[bool, "Do not use CUDA graphs."] = False
     cudagraph_capture_sizes: Annotated[
         Sequence[int] | None, "Decode batch sizes to capture as CUDA graphs. Default: sizes up to max_num_seqs."
     ] = None
-    async_scheduling: Annotated[bool | None, "Launch a step before the previous one is read. Default: True on a GPU."] = None
+    async_scheduling: Annotated[
+        bool | None, "Launch a step before reading the previous step's result. Default: True on a GPU."
+    ] = None
     speculate: Annotated[
-        str | None, "Speculative decoding, used while it is faster: ngram, suffix, or a plugin's proposer. Default: none."
+        str | None,
+        "Source of draft tokens, used only while that is faster: ngram, suffix, or a plugin's proposer. Default: none.",
     ] = None
     num_speculative_tokens: Annotated[int, "Maximum number of draft tokens per sequence and step, 1 to 7."] = 7
-    enable_lora: Annotated[bool, "Let requests name LoRA adapters, several per batch."] = False
-    max_loras: Annotated[int, "Maximum number of adapters per step; their memory is allocated at the start."] = 1
-    max_lora_rank: Annotated[int, "Maximum rank of an adapter."] = 16
-    max_cpu_loras: Annotated[int | None, "Number of unused adapters cached in host memory. Default: max_loras."] = None
-    deterministic: Annotated[bool, "Give a request bitwise the same result in any batch; slower."] = False
-    max_logprobs: Annotated[int, "Maximum number of log-probabilities per token in a request. -1 means the whole vocabulary."] = (
-        20
-    )
-    seed: Annotated[int, "Seed for requests without one."] = 0
+    enable_lora: Annotated[bool, "Accept requests with LoRA adapters. A batch can use several adapters."] = False
+    max_loras: Annotated[int, "Maximum number of LoRA adapters per step. Memory for them is allocated at the start."] = 1
+    max_lora_rank: Annotated[int, "Maximum rank of a LoRA adapter."] = 16
+    max_cpu_loras: Annotated[int | None, "Number of unused LoRA adapters to cache in host memory. Default: max_loras."] = None
+    deterministic: Annotated[bool, "Make the result of a request bitwise identical in every batch. Slower."] = False
+    max_logprobs: Annotated[
+        int, "Maximum log-probabilities per token that a request may ask for. -1 means the whole vocabulary."
+    ] = 20
+    seed: Annotated[int, "Random seed for requests without a seed."] = 0
 
     def __post_init__(self) -> None:
         """Check every option, and replace texts with parsed values. :raises ConfigError: if a value or combination is invalid."""

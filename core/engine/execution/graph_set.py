@@ -266,7 +266,7 @@ class GraphSet:
 
         refused = "" if self._states is None else self._states.not_captured(GraphLevel.DECODE)
         if refused:
-            log.warning("CUDA graphs: state backend %s cannot be captured: steps run as piecewise graphs", refused)
+            log.warning("CUDA graphs: state backend %s cannot be captured; steps run as piecewise graphs", refused)
             return
         self._decodes.capture(batch_sizes, candidates, recorder)
         if self._states is None:  # scans of prompts depend on their lengths
@@ -453,7 +453,9 @@ class VerifyGraphs:
         refused = "" if states is None else states.not_captured(GraphLevel.UNIFORM)
         if refused:
             self._refused = f"state backend {refused}"
-            log.warning("CUDA graphs: %s cannot verify drafts in a graph: such steps run as piecewise graphs", self._refused)
+            log.warning(
+                "CUDA graphs: %s cannot verify drafts in a full graph; verification runs as piecewise graphs", self._refused
+            )
             return
         inputs = VerifyInputs(step, [verify_shapes(step, size, width) for size, width in wanted])
         tokens = max(size * width for size, width in wanted)

@@ -114,8 +114,8 @@ compiled in every step."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParts:
-    """Parts from which the executor of one device is made. All ranks of an engine make their executors from equal parts, at the
-    same time."""
+    """Parts from which the executor of one device is made. All ranks of an engine make their executors from identical parts, at
+    the same time."""
 
     model: Model
     source: Kernels
@@ -261,7 +261,7 @@ class LocalExecutor:
             log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
             if not max(gathered(self._parts.ranks, [len(compiled)], self._device)[0]):
                 return
-        log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
+        log.warning("warm-up: %s compiled in every round; requests may wait for compilation", ", ".join(sorted(set(compiled))))
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
         """Set a function to call in every step with the sampling rows, int32 [rows], and their logits, [rows, vocab_size].
@@ -348,11 +348,11 @@ def _log_setup(
     log.info("attention: %s", selection)
     for spec, dense in layers.expanded.items():
         gathering = selector.gathering.get(spec)
-        after = f", long chunks after a context with {gathering.name}" if gathering is not None else ""
-        log.info("latent attention: prompts expanded to %s%s; all else absorbed", dense, after)
+        after = f", and long chunks after a context use {gathering.name}" if gathering is not None else ""
+        log.info("latent attention: prompts are expanded to %s%s; all other steps use the absorbed form", dense, after)
     others = {layout.name for layout in layouts} - {selection.layout.name}
     if others:
-        log.info("cache groups: some layers are in kv_layout=%s", ", ".join(sorted(others)))
+        log.info("cache groups: some layers use kv_layout=%s", ", ".join(sorted(others)))
     _log_pool(capacity.pool, selection.block_size, capacity.max_model_len)
 
 

@@ -82,7 +82,7 @@ class CompilationWatch:
         """Return and log the names of kernels compiled since the last call, after a step that should not have compiled any."""
         names = self.take()
         for name in names:
-            log.warning("compiled after the engine was ready: %s; a step waited for it", name)
+            log.warning("kernels: %s was compiled after the engine was ready; a step waited for it", name)
         return names
 
     def _add(self, name: str) -> None:

@@ -225,7 +225,7 @@ class WarmUp:
             raise error
         if where not in self._failed:
             self._failed.add(where)
-            log.warning("warm-up: %s; a request that needs this will end with the same error", error)
+            log.warning("warm-up: %s; a request that needs this step ends with the same error", error)
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
 

@@ -111,4 +111,4 @@ class OffloadFailures:
         self._counts[what] += num_pages
         if error is not None and what not in self._logged:
             self._logged.add(what)
-            log.warning("offload: blocks were %s (%s: %s); further ones are only counted", what, type(error).__name__, error)
+            log.warning("offload: blocks were %s (%s: %s); further failures are only counted", what, type(error).__name__, error)

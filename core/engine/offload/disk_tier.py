@@ -248,7 +248,7 @@ class DiskStore:
     def _warn(self, fault: str, name: PageName) -> None:
         if fault not in self._warned:
             self._warned.add(fault)
-            log.warning("kv_offload_dir: a block was %s (%s); further ones are only counted", fault, self._path(name))
+            log.warning("kv_offload_dir: a block was %s (%s); further failures are only counted", fault, self._path(name))
 
     def _write(self, page: StoredPage) -> None:
         parts = self._parts(page.slot)
@@ -280,7 +280,7 @@ def _make_folders(folder: Path, own: Path) -> None:
     if not folder.exists():
         make_private(folder)
     elif folder.stat().st_uid not in (os.geteuid(), 0):
-        log.warning("kv_offload_dir: %s belongs to another user, who can delete what is written there", folder)
+        log.warning("kv_offload_dir: %s belongs to another user, who can delete its files", folder)
     make_private(own)
 
 

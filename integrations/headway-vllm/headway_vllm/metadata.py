@@ -172,7 +172,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" and not _SAID:
         _SAID.add("waits")
         log.warning(
-            "headway-vllm: a backend asks for block tables or lengths in host memory, which vLLM does not keep: each step waits "
-            "for the GPU; triton, hopper and the FlashAttention backends do without"
+            "headway-vllm: a backend needs block tables or lengths in host memory, which vLLM does not keep; each step waits "
+            "for the GPU; triton, hopper and the FlashAttention backends do not need them"
         )
     return tensor.cpu()

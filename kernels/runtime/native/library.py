@@ -132,7 +132,7 @@ def _built(compiler: CCompiler, runtime: Path) -> Path:
         target = Path(folder) / name
         _compile(compiler, runtime, target)
         content = target.read_bytes()
-    log.info("native: compiled our C with %s in %.1f s", compiler.path, time.perf_counter() - began)
+    log.info("native: compiled Headway's C code with %s in %.1f s", compiler.path, time.perf_counter() - began)
     try:
         write_whole(path, content)
     except OSError as error:

@@ -101,7 +101,9 @@ class Journal:
                 try:
                     found = BatchAnswer.model_validate(parse_json(line, f"line {num_lines}", dict, any_number=True))
                 except ValueError as error:
-                    log.warning("%s: line %d is left out, and answered again: %s", self.path, num_lines, api_error(error))
+                    log.warning(
+                        "%s: line %d is not usable; its request is answered again: %s", self.path, num_lines, api_error(error)
+                    )
                 else:
                     name, _, number = found.id.removeprefix("batch_req_").rpartition("_")
                     if name != self._name:
@@ -273,7 +275,7 @@ class Records:
                 return None
             if path.name not in self._damaged:
                 self._damaged.add(path.name)
-                log.warning("%s is ignored: %s", harmless(str(path)), harmless(str(api_error(error))))
+                log.warning("%s: ignored: %s", harmless(str(path)), harmless(str(api_error(error))))
             return None
         return found.model_dump()
 

@@ -73,7 +73,7 @@ class BatchRun:
             for task in done:  # the first fault is enough
                 _ = task.cancelled() or task.exception()
             if late:
-                log.error("a batch ends without %d lines whose requests cannot be cancelled", len(late))
+                log.error("batch: ends without %d lines, because their requests cannot be cancelled", len(late))
 
     async def _work(self, lines: Iterator[RawLine], after_each: Callable[[], None]) -> None:
         """Answer lines one after another. Several tasks run this method with the same iterator."""
@@ -205,7 +205,7 @@ class LineAnswers:
         except BaseException as error:
             if not isinstance(error, Exception) and not is_rust_panic(error):
                 raise
-            log.error("a line of a batch has failed", exc_info=error)
+            log.error("batch: a line failed", exc_info=error)
             refused = api_error(error)
             return refused.status, refused.body
 
@@ -306,7 +306,7 @@ class BatchWorker:
             try:
                 self.batches.move(record, "cancelling")
             except OSError as error:  # the batch ends anyway
-                log.error("batch %s: cannot write that it is cancelled: %s", batch_id, error)
+                log.error("batch %s: the cancellation cannot be saved: %s", batch_id, error)
             if batch_id in self._answering:
                 self._tasks[batch_id].cancel()
         return self.now(batch_id)
@@ -371,7 +371,7 @@ class BatchWorker:
 
     def _fail(self, record: dict[str, Any], error: BaseException) -> None:
         """End a batch that cannot continue; its journal stays."""
-        log.error("batch %s has failed: %s", record["id"], error)
+        log.error("batch %s: failed: %s", record["id"], error)
         log_traceback("a batch", error)
         for field in ("output_file_id", "error_file_id"):
             if record[field] is not None and not self.files.has(record[field]):
@@ -383,7 +383,7 @@ class BatchWorker:
             self.batches.move(record, "failed", errors={"object": "list", "data": data})
         except OSError as again:
             self._unsaved[record["id"]] = record
-            log.error("batch %s resumes at the next start, because its end cannot be written: %s", record["id"], again)
+            log.error("batch %s: its end cannot be saved, so it resumes at the next start: %s", record["id"], again)
 
 
 def _name(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from backend_cases import LAYOUTS, spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.core.contract import layout as layouts
-from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.layout import NHD, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
 from headway.registry import Registry
@@ -145,3 +145,27 @@ def test_decode_writes_the_new_token(registry: Registry, layout: CacheLayout, bl
     for spoiled in (math.nan, 3e4):
         contender.poison()
         assert error_after_writing(case, contender.call, spoiled) < tolerance
+
+
+KINDS = {
+    "plain": {},
+    "fp8": {"kv_dtype": FP8, "k_scale": 0.02, "v_scale": 0.05},
+    "features": {"sliding_window": 300, "softcap": 2.0, "alibi_slopes": (0.5, 0.25) * 4, "sinks": (0.3, -1.0) * 4},
+    "float16, vllm_5d": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize("head_dim", range(8, 513, 8))
+@pytest.mark.parametrize("kind", range(2))
+def test_every_head_size(head_dim: int, kind: int, case_name: str) -> None:
+    """Each size as a plain layer, and as one of the other kinds, by turns."""
+    name = [*KINDS][kind and 1 + head_dim // 8 % (len(KINDS) - 1)]
+    layer = layer_of(head_dim=head_dim, scale=head_dim**-0.5, **KINDS[name])
+    check(case_name, layer, VLLM_5D if "vllm_5d" in name else NHD, 16)
+
+
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(512, 128), (64, 512), (72, 40), (320, 256), (264, 512)])
+def test_values_of_another_length(head_dim: int, v_head_dim: int, case_name: str) -> None:
+    check(case_name, layer_of(head_dim=head_dim, v_head_dim=v_head_dim, scale=head_dim**-0.5), NHD, 16)

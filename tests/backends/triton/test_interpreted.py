@@ -91,10 +91,23 @@ def test_layouts_and_block_sizes(layout: CacheLayout, block_size: int, case_name
     assert error_of(case_of(case_name, spec(), layout, block_size)) < 2e-6
 
 
-@pytest.mark.parametrize("head_dim", [rare(64), 80, rare(96), 128, rare(256)])
+@pytest.mark.parametrize(
+    "head_dim", [8, *map(rare, (24, 64)), 80, rare(96), 128, *map(rare, (136, 200, 256)), 264, 320, rare(504), 512]
+)
 @pytest.mark.parametrize("case_name", ["mixed"])
 def test_head_dims(head_dim: int, case_name: str) -> None:
     assert error_of(case_of(case_name, spec(head_dim=head_dim), VLLM_5D)) < 2e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": "3"}], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 16, rare(136), 320, rare(512)])
+@pytest.mark.parametrize("kind", ["int8", "sinks", "value of 40"])
+def test_head_dims_with_features(head_dim: int, kind: str, options: dict[str, str]) -> None:
+    """Rows that pairs of elements fill too little, that take two tiles, or whose partial results a second launch merges."""
+    changes = {"int8": {"kv_dtype": torch.int8}, "sinks": {"sinks": (0.3, -1.0) * 2, "sliding_window": 21}}
+    layer = spec(head_dim=head_dim, **changes.get(kind, {"v_head_dim": 40}))
+    case = case_of("2q4s21_1q8s70_3q1s65_1q9", layer, NHD_INT8 if kind == "int8" else NHD)
+    assert error_of(case, **options) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -319,7 +332,8 @@ def test_refusals() -> None:
     def reason(layer: AttentionSpec, block_size: int = 16) -> str:
         return str(TritonAttention.supports(layer, NHD, block_size, Phase.DECODE))
 
-    assert "head_dim: needs 32 or 64" in reason(spec(head_dim=24))
+    assert "head_dim: needs a multiple of 8 up to 512, got 20" in reason(spec(head_dim=20))
+    assert "head_dim: needs a multiple of 8 up to 512, got 520" in reason(spec(head_dim=520))
     assert "block_size: needs a multiple of 16, got 8" in reason(spec(), 8)
     assert "dtype" in reason(spec(dtype=torch.float64))
     assert "scale: needs a positive number" in reason(spec(scale=-1.0))

@@ -89,6 +89,8 @@ KINDS = {
     "vllm_5d": (AttentionSpec(14, 2, 64, 0.125, BF16, CPU), VLLM_5D, 16),
     "fp8": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU, kv_dtype=torch.float8_e4m3fn), NHD, 16),
     "invariant": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU, batch_invariant=True), NHD, 16),
+    "heads of 512": (AttentionSpec(16, 2, 512, 0.044, BF16, CPU), NHD, 64),
+    "heads of 320, sinks": (AttentionSpec(16, 2, 320, 0.056, BF16, CPU, sinks=(0.0,) * 16), NHD, 16),
 }
 
 

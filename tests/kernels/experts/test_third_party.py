@@ -176,7 +176,7 @@ def test_an_entry_point_brings_the_kernel_of_the_example(
 
 def test_a_wrong_kernel_is_left_out_with_the_numbers(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     assert served(folder, Wrong, autotune_budget=5.0) == served(folder)
-    assert "experts: wrong is left out: its answer is off by " in caplog.text
+    assert "experts: excluding wrong: its answer is off by " in caplog.text
     with pytest.raises(BackendError, match=r"^experts kernel wrong: its answer is off by \d\.\de[+-]\d+ with 1 tokens$"):
         served(folder, Wrong, experts_kernel="wrong")
 
@@ -192,7 +192,7 @@ def test_one_that_raises_in_a_step_is_replaced_with_one_warning(caplog: pytest.L
         torch.testing.assert_close(layer(x.clone()), expected)
         torch.testing.assert_close(layer(x.clone()), expected)
         assert [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING] == [
-            "experts: raising is left out: it raised RuntimeError: no room"
+            "experts: excluding raising: it raised RuntimeError: no room"
         ]
         assert "got it raised RuntimeError: no room" in str(layer.kind.refused["raising"])
         with pytest.raises(BackendError, match="^experts kernel raising: it raised RuntimeError: no room$"):
@@ -223,7 +223,7 @@ def test_a_kernel_that_cannot_prepare_weights_is_left_out(caplog: pytest.LogCapt
 
     layer = bound(PLAIN, Unprepared)
     choose_experts([layer.kind], 0.0)
-    assert "unprepared is left out: ArithmeticError: scales out of range" in caplog.text
+    assert "excluding unprepared: ArithmeticError: scales out of range" in caplog.text
     assert list(layer.kind.kernels) == ["torch"]
 
 
@@ -252,7 +252,7 @@ def test_a_layer_outside_its_claims_is_refused_with_reasons(
     ops = TorchOperations(torch.empty(1, 1), torch.empty(1, 1), options)
     kind = ops.experts(config, weights, layer.norm_of(torch.float32)).kind
     assert list(kind.kernels) == ["torch"]
-    assert "experts: gathered does not serve" in caplog.text
+    assert "experts: gathered does not support" in caplog.text
     with pytest.raises(UnsupportedError) as raised:
         options.check()
     assert reason in str(raised.value)

@@ -147,7 +147,7 @@ def test_batch_invariant_products_have_one_way_which_the_log_names(caplog: pytes
     linear = Linear(weight, dtype=BF16, kept=True)
     with caplog.at_level(logging.INFO, "headway"):
         ops = invariant_operations(Fused(*ropes(64)), [linear], torch.device("cpu"))
-    assert "deterministic: products fp8 rows 48x256 bfloat16 by kernel, for every tile of 16 rows" in caplog.text
+    assert "deterministic: linear fp8 rows 48x256 bfloat16 uses kernel for every tile of 16 rows" in caplog.text
     assert ops.linear_choices([(linear, False)]) == [], "no measured times choose another"
     together, expected = ops.product(x, linear), x.double() @ weight.dequantized(torch.float64).t()
     assert (together - expected).norm() < 1.2e-2 * expected.norm()

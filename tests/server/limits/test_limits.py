@@ -191,8 +191,8 @@ def test_shutdown_aborts_requests_after_the_timeout(
         answer = stopped_under(served, LONG, lambda: served.llm.num_running)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
     said = [record.getMessage() for record in caplog.records]
-    assert "shutting down: requests that have up to 0.1 s to end: 1" in said
-    assert "shutting down: aborting requests that ran longer than 0.1 s (--shutdown-timeout): 1" in said
+    assert "shutting down: waiting up to 0.1 s for running requests: 1" in said
+    assert "shutting down: aborting requests still running after 0.1 s (--shutdown-timeout): 1" in said
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -154,7 +154,7 @@ def test_a_state_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.Lo
     with caplog.at_level("WARNING", "headway"):
         engine.executor.capture(Again())
     (record,) = caplog.records
-    assert "state backend single cannot verify drafts in a graph: such steps run as piecewise graphs" in record.message
+    assert "state backend single cannot verify drafts in a full graph; verification runs as piecewise graphs" in record.message
     generate(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
     assert engine.stats.steps_in_pieces["drafts to verify: state backend single cannot be captured"] > 0
 
