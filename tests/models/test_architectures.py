@@ -28,12 +28,15 @@ import hybrid_models
 from backend_cases import LAYOUTS
 from dense_attention import DenseAttention, logits_of_text
 from engine_logits import logits_by_transformers, observed, save_random
+from graph_stub import PiecesTape
 from headway import LLM
 from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
+from headway.kernels.step.operations import TorchOperations
 from headway.models.families.families import FAMILIES, read_decoder_config
+from headway.models.layers import decoder
 from headway.models.loader import LoadOptions, load_model
 from headway.registry import Registry
 from hybrid_models import READS_IMAGES
@@ -197,6 +200,25 @@ def test_gemma_4_writes_the_same_tokens_with_drafts(tmp_path: Path, name: str) -
         written.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     assert written[0] == written[1]
     assert llm.engine.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("name", ["gemma4, as 31B", "gemma4, as E2B"])
+def test_gemma_4_runs_in_pieces_of_graphs(tmp_path: Path, registry: Registry, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that several layers share are those of the replayed step, not of the recording. The recorder hears torch's operations
+    only."""
+
+    def plain(inv_freq: Tensor, factors: Tensor, kernels: Any, experts: Any, halves: Any) -> TorchOperations:
+        return TorchOperations(inv_freq, factors, experts, halves)
+
+    monkeypatch.setattr(decoder, "operations_for", plain)
+    reference = save_random(ROWS[name], tmp_path)
+    config = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS)
+    engine = made_engine(load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder, registry, config)
+    engine.executor.capture(PiecesTape())
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS]
+    compare(reference, engine, prompts, [0, 0, 0])
+    assert engine.stats.steps_in_pieces.total()
 
 
 def test_experts_that_a_checkpoint_stacks_are_read_as_single_ones(tmp_path: Path) -> None:
