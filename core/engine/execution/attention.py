@@ -141,7 +141,7 @@ class _Part(NamedTuple):
 
 
 class PagedAttention:
-    """Caches and backends of all layers in one model. `begin` sets a step up, then each layer is called, again if layers share it.
+    """Caches and backends of all layers in one model. `begin` sets a step up, then the model calls each layer, once or more.
 
     Layers with equal specs share one plan. If the backend sets `Capabilities.shares_plans`, all layers of a kind share one plan.
     Planning thus runs once per step, not once per layer.
