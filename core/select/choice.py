@@ -231,7 +231,7 @@ class MeasuredChoice:
             usual[phase] = self._usual(chosen.costs, phase, winners)
             if self.per_step and len(winners) > 1:
                 others[phase] = [name for name in winners if name != usual[phase]]
-        why = f"auto: {self.parts[0][0].source}, workload {self.workload}{_undecided(rated, chosen) if self.per_step else ''}"
+        why = f"auto: {self.parts[0][0].source}, workload {self.workload}{undecided(rated, chosen) if self.per_step else ''}"
         selection = Selection(chosen.place, usual, why, others)
         return selection, StepChooser(chosen.costs, {phase: selection.all_for(phase) for phase in others})
 
@@ -291,7 +291,7 @@ def steady_choice(rated: Sequence[RatedPlace[L]], doubts: tuple[float, float]) -
     return chosen
 
 
-def _undecided(rated: Sequence[RatedPlace[L]], chosen: RatedPlace[L]) -> str:
+def undecided(rated: Sequence[RatedPlace[L]], chosen: RatedPlace[L]) -> str:
     """Return a remark if a different layout or block size would be selected with the noise of the times ignored, else ""."""
     otherwise = steady_choice(rated, doubts_of(0.0))
     if otherwise is chosen:

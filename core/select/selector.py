@@ -16,7 +16,16 @@ from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
-from headway.core.select.choice import NO_ATTENTION, MeasuredChoice, RatedPlace, Selection, StepChooser, doubts_of, steady_choice
+from headway.core.select.choice import (
+    NO_ATTENTION,
+    MeasuredChoice,
+    RatedPlace,
+    Selection,
+    StepChooser,
+    doubts_of,
+    steady_choice,
+    undecided,
+)
 from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts
 from headway.core.select.kernels import AttentionCandidates, B, Candidates, Kernels, L, Placement, S
 from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload
@@ -350,9 +359,10 @@ class Selector:
             next(iter(self.groups.values())).settle(workload)
         else:
             try:
-                places = self._choose_places(workload)
+                places, remark = self._choose_places(workload)
                 for each, place in zip(self.groups.values(), places, strict=True):
-                    each.settle(workload, [place])
+                    chosen = each.settle(workload, [place])
+                    each.selection = replace(chosen, why=chosen.why + remark * each.is_measured(workload))
             except UnsupportedError as error:
                 raise UnsupportedError(
                     error.asked, error.reasons, self._fix(source, layers, request, options, bool(block_size) or kv_layout != AUTO)
@@ -372,8 +382,9 @@ class Selector:
         self.gathering = {spec: backend for each in self.groups.values() for spec, backend in each.gathering.items()}
         """Spec of a latent layer's cache -> see `AttentionGroup.gathering`."""
 
-    def _choose_places(self, workload: Workload) -> Sequence[Placement[CacheLayout]]:
-        """Return the placement of each group, with one block size: the least expected cost over all groups."""
+    def _choose_places(self, workload: Workload) -> tuple[Sequence[Placement[CacheLayout]], str]:
+        """Return the placement of each group, with one block size: the least expected cost over all groups. Also return a remark
+        if the times were too noisy to decide, else ""."""
         groups = list(self.groups.values())
         served = [[place] * len(groups) for place in groups[0].places if all(each.serves(place) for each in groups)]
         sizes = dict.fromkeys(place.block_size for place in groups[0].places)
@@ -396,9 +407,10 @@ class Selector:
             if known and len(known) == len(found):
                 rated[number] = reduce(add, known)
         if not rated:
-            return served[0]
+            return served[0], ""
         chosen = steady_choice(list(rated.values()), doubts_of(next(iter(rated.values())).costs.noise))
-        return served[next(number for number, rating in rated.items() if rating is chosen)]
+        number = next(number for number, rating in rated.items() if rating is chosen)
+        return served[number], undecided(list(rated.values()), chosen)
 
     def _refusal(self) -> UnsupportedError:
         """Return the reasons of the first group that no placement serves, or else of a group that shares no block size with the

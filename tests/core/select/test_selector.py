@@ -357,6 +357,11 @@ def test_the_choice_says_when_times_are_too_noisy_to_leave_the_first_block_size(
     assert "too noisy" not in selected(0.02)
     assert "block_size=16" in selected(0.1)
     assert "times too noisy (10%) to prefer kv_layout=nhd, block_size=256" in selected(0.1)
+    shapes = [Shape(Phase.PREFILL, 1, 64, 64), Shape(Phase.EXTEND, 1, 64, 128), Shape(Phase.DECODE, 1, 1, 128)]
+    samples = [Sample(s, "a", "nhd", size, 1.0 if size == 256 else 1.09) for s in shapes for size in (16, 256)]
+    costs = dict.fromkeys((spec(), WINDOW), CostTable(samples, 0.1, "the table"))
+    both = Selector(Source(backend("a", features=WINDOWS)), LayerSpecs([spec(), WINDOW]), costs=costs, kv_layout="nhd")
+    assert "times too noisy (10%) to prefer kv_layout=nhd, block_size=256" in str(both.selection)
 
 
 @pytest.mark.sampled(3)
