@@ -173,6 +173,8 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
         listed = "Decode batch sizes to capture as CUDA graphs, comma-separated. Default: sizes up to --max-num-seqs."
         return _Flag(name, str | None, listed, default, lambda sizes: sizes_of("--cudagraph-capture-sizes", sizes))
     kind = get_args(option_types()[name])[0]
+    if name in ("attn_backend", "kv_cache_dtype"):  # in Python, also mappings
+        kind = str
     if {int, str} <= set(get_args(kind)):  # a size, as a number or as a text such as 4GiB
         kind = str | None if NoneType in get_args(kind) else str
     return _Flag(name, kind, text, default, switch=default is False)

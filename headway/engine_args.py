@@ -121,8 +121,7 @@ class EngineArgs(EngineConfig):
         super().__post_init__()
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ConfigError("hf_overrides", "a mapping", shown(self.hf_overrides), "a function is not supported")
-        if self.speculative_model is not None:
-            self._check_draft()
+        self._check_draft()
         if self.tokenizer == self.model:
             self._set("tokenizer", None)
         if isinstance(self.plugins, (str, PathLike)) or not isinstance(self.plugins, Iterable):
@@ -149,6 +148,11 @@ class EngineArgs(EngineConfig):
             raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
 
     def _check_draft(self) -> None:
+        if self.speculative_model is None:
+            named = {"attn_backend": self.backend_request.names_kind("draft"), "kv_cache_dtype": "draft=" in self.kv_cache_dtype}
+            for option in (option for option, given in named.items() if given):
+                raise ConfigError(f"{option} draft", "a draft model, which has these layers", "none", "speculative_model='NAME'")
+            return
         if self.speculate is not None:
             hint = "leave one of them out"
             raise ConfigError("speculative_model", "no other source of guesses", f"speculate={self.speculate} beside it", hint)

@@ -99,7 +99,8 @@ def costs_for(
             found_none = f"{path}, which does not exist"
             raise ConfigError("crossover_table", "a table file", found_none, "headway bench crossover makes one")
     specs: list[Any] = list(layers.counts) if kind is ATTENTION else list(dict.fromkeys(layers.states))
-    if not backend_request.auto_phases or not specs:
+    free = layers.auto_phases(backend_request) if kind is ATTENTION else backend_request.auto_phases
+    if not free or not specs:
         return None
     device_type = layers.device.type
     available = registry.able(layers.device) if kind is ATTENTION else registry.states.all_able(device_type)

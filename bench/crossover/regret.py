@@ -20,10 +20,11 @@ from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.engine.execution.graph_set import as_run
 from headway.core.oracle.cases import parse_case
+from headway.core.select.choice import MeasuredChoice
 from headway.core.select.costs import Shape, StepCosts
 from headway.core.select.kernels import Placement
 from headway.core.select.request import LayerSpecs, Workload
-from headway.core.select.selector import MeasuredChoice, Selector
+from headway.core.select.selector import Selector
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
@@ -134,7 +135,7 @@ def measure_regret(
     selector = Selector(registry, LayerSpecs([spec] * layers), costs={spec: to_costs(table)}, workload=workload)
     usable = {record.name for record in table.kernels if record.usable}
     names = [name for name in registry.able(device) if name in usable]
-    if selector.costs is None:
+    if selector.main.costs is None:
         raise _no_choice(table, names)
     chosen = selector.selection
     known = {cell.case for cell in table.cells}

@@ -7,22 +7,18 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from headway.cli.measure.bench_crossover import GEOMETRY, LAYERS, layer
 from headway.cli.options import PluginFiles, dtype_of
 from headway.core.contract.errors import ConfigError
-from headway.core.system.terminal import Terminal
+from headway.core.system.terminal import Row, Section, Terminal, show
 
 if TYPE_CHECKING:
     import torch
@@ -31,65 +27,13 @@ if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
     from headway.core.select.costs import CountAxis, Shape
-    from headway.core.select.request import LayerSpecs, Workload
-    from headway.core.select.selector import Rated, Selector
+    from headway.core.select.request import BackendRequest, LayerSpecs, Workload
+    from headway.core.select.selector import AttentionGroup, ChoiceRow, Rated, Selector
     from headway.kernels.experts.bound import ExpertsKind
     from headway.kernels.linear.choice import LinearChoice
     from headway.kernels.linear.linear import Linear
     from headway.registry import Registry
     from headway.tuning.table.schema import Cell, CrossoverTable, PriorRecord
-
-
-@dataclass(frozen=True)
-class Row:
-    """A table row: one kernel, or several that share a reason."""
-
-    cells: Sequence[str]
-    """Texts of the row: the kernel's name, then its time or range in each column."""
-    chosen: Collection[int] = ()
-    """Indices of the cells that show the choice."""
-    why_not: str = ""
-    runs_here: bool = True
-    """True if the kernel can run on the device."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """Kernels for one kind of operation, and the reasons against the other kernels."""
-
-    title: str
-    answer: str = ""
-    summary: Sequence[str] = ()
-    columns: Sequence[str] = ()
-    rows: Sequence[Row] = ()
-    remarks: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    """Remarks on the sources of the choice and of its times."""
-
-
-def show(found: Section, console: Console, all_kernels: bool) -> None:
-    """Print a section: summary, table of kernels, remarks and sources. all_kernels: True to include kernels that cannot run on
-    the device."""
-    console.print(Text(found.title, "bold").append(found.answer, "bold green"))
-    for line in found.summary:
-        console.print(Text(line))
-    rows = [row for row in found.rows if all_kernels or row.runs_here]
-    if hidden := len(found.rows) - len(rows):
-        console.print(Text(f"not listed: {hidden} backends that cannot run on this device (--all)", "dim"))
-    if rows:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, column in enumerate(found.columns):
-            table.add_column(column, justify="right" if number else "left")
-        if any(row.why_not for row in rows):
-            table.add_column("why not", overflow="fold")
-        for row in rows:
-            cells = [Text(cell, "bold green" if number in row.chosen else "") for number, cell in enumerate(row.cells)]
-            table.add_row(*[*cells, Text(row.why_not)][: len(table.columns)])
-        console.print(table)
-    for line in found.remarks:
-        console.print(Text(line))
-    for line in found.notes:
-        console.print(Text(line, "dim"))
 
 
 def explain_weights(
@@ -243,23 +187,24 @@ def kernel_section(found: Mapping[str, Any]) -> Section:
 
 
 def explain_states(
-    specs: Sequence[StateSpec], registry: Registry, asked: str, workload: Workload
-) -> tuple[dict[str, Any], Section]:
-    """Return the kernels for state layers, ranked by the times that auto would use, as plain data and as a section to print.
+    specs: Sequence[StateSpec], registry: Registry, asked: BackendRequest, workload: Workload
+) -> tuple[dict[str, Any], Section, list[ChoiceRow]]:
+    """Return the kernels for state layers, ranked by the times that auto would use, as plain data, as a section to print, and as
+    rows of the plan.
 
-    Nothing is measured. specs: spec of each layer. asked: value of the option --state-backend.
+    Nothing is measured. specs: spec of each layer. asked: kernels that the user named.
 
     :raises HeadwayError: if the requested backend cannot be used; the error has all reasons.
     """
     from headway.core.contract.operation import STATE
     from headway.core.select.kernels import VERBS, StateCandidates
-    from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs
+    from headway.core.select.request import ALL_AUTO, LayerSpecs
     from headway.core.select.selector import KernelSelector
     from headway.tuning.autotune import TableRequest, costs_for
 
     costs = costs_for(LayerSpecs([], states=specs), registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
     candidates = StateCandidates(registry.states, specs)
-    chosen = (selector := KernelSelector(candidates, BackendRequest.parse(asked, "state_backend"), costs, workload)).selection
+    chosen = (selector := KernelSelector(candidates, asked, costs, workload)).selection
     steps = {shape.phase: shape for shape, _ in candidates.steps(workload)}
     rated = {verb: selector.rated(steps[phase], chosen.names[phase]) for phase, verb in VERBS.items()}
     able = registry.states.all_able(specs[0].device.type)
@@ -285,7 +230,7 @@ def explain_states(
     verbs = [f"{verb}, us" if measured else verb for verb in VERBS.values()]
     rows = [_state_row(each.name, rated, [chosen.names[phase] for phase in VERBS], able) for each in rated["step"]]
     us = f"; us: microseconds of all layers in a mean step of {workload}" if measured else ""
-    return plain, Section(
+    section = Section(
         "states: ",
         ", ".join(f"{phase.value}={name}" for phase, name in chosen.names.items()),
         [f"{count} layers with a state: {spec}; {size / 2**20:.2f} MiB each in a slot" for count, spec, size in layers],
@@ -293,6 +238,7 @@ def explain_states(
         rows,
         notes=[f"scan: prefill and extend; step: decode{us}", f"selection: {chosen}"],
     )
+    return plain, section, selector.plan("state")
 
 
 def _state_row(name: str, rated: Mapping[str, Iterable[Rated]], choices: Sequence[str], able: Collection[str]) -> Row:
@@ -332,7 +278,10 @@ def explain(
     query_len: Annotated[
         int | None, typer.Option(min=1, help="Number of new tokens per sequence. Default: typical for the phase.")
     ] = None,
-    attn_backend: Annotated[str, typer.Option(help="Attention backend: auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
+    attn_backend: Annotated[
+        str, typer.Option(help="Attention backend: auto, NAME, or prefill=NAME,decode=NAME; by kind: window:decode=NAME.")
+    ] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Cache dtype: auto or a name; by kind: full=fp8_e4m3.")] = "auto",
     kv_layout: Annotated[str, typer.Option(help="KV cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's.")] = "auto",
     block_size: Annotated[
         int | None, typer.Option(help="Number of tokens per KV cache block. Default: selected automatically.")
@@ -375,43 +324,64 @@ def explain(
     from headway.core.contract.ranks import RankGroup
     from headway.core.engine.data.config import check_block_size
     from headway.core.select.request import BackendRequest, Workload
-    from headway.core.select.selector import Selector
+    from headway.core.select.selector import Selector, plan_text
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import explain_sums
     from headway.tuning.table.convert import to_costs
 
     if block_size is not None:
         check_block_size(block_size, "--block-size")
-    kind = _layers(model, geometry, layers, dtype, device)
+    kind = _layers(model, geometry, layers, dtype, device).with_cache(kv_cache_dtype)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
     if kind.cached and shape.phase not in kind.phases:
         raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
-    asked = Workload.parse(workload)
+    asked, request = Workload.parse(workload), BackendRequest.parse(attn_backend)
     selector = Selector(
         registry,
         kind,
-        BackendRequest.parse(attn_backend),
+        request,
         kv_layout=kv_layout,
         block_size=block_size,
         costs=costs if len(costs) == len(tables) else None,
         workload=asked,
     )
-    chosen = selector.selection
-    plain, sections = {"selection": str(chosen)}, [Section(f"attention: {chosen.why}, and no attention backend is asked")]
-    if kind.cached:
-        spec = kind.in_phase(kind.cached[0], shape.phase)
-        plain, section = explain_attention(selector, registry.able(kind.device), shape, len(kind.cached), tables[spec])
-        sections = [section]
+    plain, sections = _explain_kinds(selector, kind, shape, tables, registry.able(kind.device))
+    plan = selector.plan() if kind.cached else []
     if tensor_parallel_size > 1:
         plain["all_reduce"] = explain_sums(registry.all_reduce, RankGroup(0, tensor_parallel_size, kind.device))
         sections.append(kernel_section(plain["all_reduce"]))
     if kind.states:
-        plain["states"], section = explain_states(kind.states, registry, state_backend, asked)
+        named = request.for_states(BackendRequest.parse(state_backend, "state_backend"))
+        plain["states"], section, rows = explain_states(kind.states, registry, named, asked)
         sections.append(section)
+        plan += rows
+    plain["plan"] = [row._asdict() for row in plan]
+    sections += [Section("plan", summary=plan_text(plan).splitlines())] if plan else []
     _print(plain, sections, all_backends, as_json)
+
+
+def _explain_kinds(
+    selector: Selector,
+    layers: LayerSpecs,
+    shape: Shape,
+    tables: Mapping[AttentionSpec, CrossoverTable | None],
+    able: Collection[str],
+) -> tuple[dict[str, Any], list[Section]]:
+    """Return `explain_attention` for each kind of layer. The plain data is that of the kind with the most layers."""
+    if not layers.cached:
+        chosen = selector.selection
+        return {"selection": str(chosen)}, [Section(f"attention: {chosen.why}, and no attention backend is asked")]
+    found, sections = dict[str, Any](), list[Section]()
+    for kind, part in layers.groups.items():
+        group, table = selector.groups[kind], tables[part.in_phase(part.cached[0], shape.phase).kind]
+        plain, section = explain_attention(group, able, shape, len(part.cached), table)
+        sections.append(replace(section, title=f"{kind}: {section.title}" if len(layers.groups) > 1 else section.title))
+        if group is selector.main:
+            found = plain
+    return found, sections
 
 
 def _print(plain: Mapping[str, Any], sections: Sequence[Section], all_backends: bool, as_json: bool) -> None:
@@ -423,9 +393,10 @@ def _print(plain: Mapping[str, Any], sections: Sequence[Section], all_backends: 
 
 
 def explain_attention(
-    selector: Selector, able: Collection[str], shape: Shape, layers: int, table: CrossoverTable | None
+    selector: AttentionGroup, able: Collection[str], shape: Shape, layers: int, table: CrossoverTable | None
 ) -> tuple[dict[str, Any], Section]:
-    """Return a selector's choice for one step, and each backend's time or reasons, as plain data and as a section to print.
+    """Return the choice for one step of layers of one kind, and each backend's time or reasons, as plain data and as a section to
+    print.
 
     able: names of backends that can run on the device. table: table of the first layer; None if there is none.
     """
@@ -434,7 +405,7 @@ def explain_attention(
     chosen = selector.selection
     device = next(iter(next(iter(selector.instances.values())))).device
     shape = as_run(shape, device.type)
-    choice = next(iter(selector.backends_of(shape).values())).name
+    choice = selector.name_of(shape)
     costs = selector.all_costs
     covered = costs is None or costs.covers(shape)
     rated = selector.rated(shape, choice)

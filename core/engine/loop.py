@@ -44,10 +44,10 @@ from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import AdmissionQueue, Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, delta_of, prepare, smaller_budget
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, seed_of
+from headway.core.select.choice import Selection
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import Kernels
 from headway.core.select.request import LayerSpecs
-from headway.core.select.selector import Selection
 from headway.core.speculation.proposers import StepTimes
 
 log = logging.getLogger("headway")

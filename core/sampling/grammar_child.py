@@ -13,8 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headway.core.sampling.grammar import brief_reason, grammar_text
 from headway.core.sampling.structured import StructuredOutputsParams
-from headway.core.system.child import die_with_parent, message_of, open_replies, reply
-from headway.core.system.threads import stack_size
+from headway.core.system.child import die_with_parent, message_of, open_replies, reply, stack_size
 
 _ENGINE_STACK = 2**20  # Bytes of the stack on which a compiled grammar is used, in engine threads of at least 2 MiB
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from headway.core.sampling.grammar import Grammar, GrammarCompiler, GrammarError, brief_reason
 from headway.core.sampling.structured import StructuredOutputsParams
-from headway.core.system.child import Child, ChildDied, message_of, python_command
-from headway.core.system.threads import stack_size
+from headway.core.system.child import Child, ChildDied, message_of, python_command, stack_size
 
 TRIAL_SECONDS: Final = 10
 """Maximum CPU time for compiling one structured output, in seconds. A schema of 500 KB takes one or two seconds."""

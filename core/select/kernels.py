@@ -21,7 +21,7 @@ from headway.core.contract.linear import LinearKernel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ALL_REDUCE, ATTENTION, EXPERTS, LINEAR, STATE, OperationKind
 from headway.core.contract.ranks import AllReduceKernel
-from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.spec import KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.state import (
     StateBackend,
     StateCache,
@@ -324,6 +324,10 @@ class Candidates(ABC, Generic[S, B, L]):
     def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
         """Return the workload's steps as (shape, number of steps), with shapes as in these layers' cost tables."""
 
+    @abstractmethod
+    def describe(self, phase: Phase) -> tuple[int, str, str]:
+        """Return the number of layers in a phase, their heads, and the element type of their cache or state, as texts."""
+
     def helper(self, name: str, phase: Phase, place: Placement[L]) -> str:
         """Return the name of the kernel that runs some of the work for the kernel `name`, or "" if there is none."""
         return ""
@@ -380,13 +384,13 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         )
 
     def supports(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> Support:
-        """Return whether a backend supports a layer in a phase, with the layout that the layer gets (`layout_of`)."""
-        return self.source.supports(name, spec, self.layout_of(spec, place.layout), place.block_size, phase)
+        """Return whether a backend supports a layer in a phase."""
+        return self.source.supports(name, spec, self._layout_of(spec, place.layout), place.block_size, phase)
 
     def make(self, name: str, spec: AttentionSpec, phase: Phase, place: Placement[CacheLayout]) -> AttentionBackend:
         """Make an instance of a backend, with the user's options for the backend."""
-        kind, layout = self.source.backend(name), self.layout_of(spec, place.layout)
-        return make_backend(kind, spec, layout, place.block_size, self._options.get(name))
+        layout = self._layout_of(spec, place.layout)
+        return make_backend(self.source.backend(name), spec, layout, place.block_size, self._options.get(name))
 
     def steps(self, workload: Workload) -> list[tuple[Shape, float]]:
         """Return the steps of the phases in which layers need a kernel. If no layer has a cache, no part of a prompt is
@@ -394,16 +398,26 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
         asked = workload if Phase.EXTEND in self.specs else replace(workload, cached_len=0)
         return [(shape, count) for shape, count in asked.steps() if shape.phase in self.specs]
 
-    def layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
-        """Return the layout of a layer's cache: the chosen layout if it can hold the layer's values, else the first registered
-        layout that can.
-
-        Layers differ in whether their value is part of the key or separate.
-        """
+    def _layout_of(self, spec: AttentionSpec, chosen: CacheLayout) -> CacheLayout:
+        """Return the layout to check and make a backend with: the chosen one. For the non-absorbed form of a latent layer, which
+        reads no cache, it is the first registered layout that could hold its values."""
         kinds = {each.value_in_key for each in (*self._layers.distinct, spec)}
         if len(kinds) == 1 or spec.value_in_key is not chosen.has_value:
             return chosen
         return next((other for other in self._layouts if other.has_value is not spec.value_in_key), chosen)
+
+    def describe(self, phase: Phase) -> tuple[int, str, str]:
+        """Return the number of layers in a phase, their heads, and the element type of their cache."""
+        specs = dict.fromkeys(spec.kind for spec in self.specs[phase])
+        sizes = (
+            (spec, f"{spec.head_dim}" if spec.head_dim == spec.v_head_dim else f"{spec.head_dim}/{spec.v_head_dim}")
+            for spec in specs
+        )
+        heads = dict.fromkeys(f"{spec.num_heads}/{spec.num_kv_heads} x {size}" for spec, size in sizes)
+        types = dict.fromkeys(
+            "-" if spec.dense else KV_DTYPE_NAMES.get(spec.cache_dtype, str(spec.cache_dtype)) for spec in specs
+        )
+        return sum(self.counts[spec] for spec in specs), ", ".join(heads), ", ".join(types)
 
     def gathering(self, name: str, place: Placement[CacheLayout]) -> Backends:
         """Return spec -> instance for attention over a latent (MLA) layer's gathered, up-projected context. Specs that the
@@ -500,6 +514,12 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
             query_len = self._decode_len if shape.phase is Phase.DECODE else shape.query_len
             found.append((state_shape(shape.phase, shape.batch, query_len), count))
         return found
+
+    def describe(self, phase: Phase) -> tuple[int, str, str]:
+        """Return the number of layers, their heads, and the element type of their states."""
+        heads = dict.fromkeys(f"{spec.num_heads}/{spec.num_key_heads} x {spec.value_dim}" for spec in self.counts)
+        types = dict.fromkeys(KV_DTYPE_NAMES.get(spec.state_dtype, str(spec.state_dtype)) for spec in self.counts)
+        return sum(self.counts.values()), ", ".join(heads), ", ".join(types)
 
     def helper(self, name: str, phase: Phase, place: Placement[StateLayout]) -> str:
         """Return the name of the backend that runs convolutions for the backend `name`, or "" if it needs none."""

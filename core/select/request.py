@@ -22,49 +22,104 @@ AUTO = "auto"
 """Value of a backend option that lets the selector choose."""
 
 
+KINDS = ("latent", "wide", "window", "full", "encoder", "state", "draft")
+"""Names of kinds of layers, most specific first. `state` layers have a state instead of attention; `draft` means all layers of a
+draft model."""
+_WIDE = 256
+"""Largest head_dim of a layer that is not `wide`."""
+PHASES = ("prefill", "decode")
+"""Names of phases in options. Prefill includes extend, and decode includes verify."""
+
+
+def kinds_of(spec: AttentionSpec) -> tuple[str, ...]:
+    """Return the names of an attention layer's kinds, most specific first, out of KINDS."""
+    holds = {
+        "latent": spec.value_in_key,
+        "wide": spec.head_dim > _WIDE and not spec.value_in_key,
+        "window": spec.sliding_window is not None,
+        "full": spec.sliding_window is None,
+        "encoder": spec.dense,
+    }
+    return tuple(kind for kind in KINDS if holds.get(kind))
+
+
+def parse_by_kind(option: str, given: object, forms: str, phases: Sequence[str] = ()) -> dict[tuple[str, str], str]:
+    """Return (kind, phase) -> value of an option that takes VALUE, or KIND=VALUE, PHASE=VALUE and KIND:PHASE=VALUE with commas.
+
+    A kind or phase "" means all of them. A mapping such as {"window:decode": "triton"} is accepted too. forms: description of
+    valid texts, for the error. phases: valid phases; empty if the value does not depend on the phase.
+
+    :raises ConfigError: if the value is not in this format, or a kind or a phase is unknown.
+    """
+    if isinstance(given, Mapping):
+        given = ",".join(f"{key}={value}" for key, value in given.items())
+    if not isinstance(given, str):
+        raise ConfigError(option, "a text", shown(given))
+    text = given.strip()
+    if text and "=" not in text and "," not in text:
+        return {("", ""): text}
+    found: dict[tuple[str, str], str] = {}
+    for part in text.split(","):
+        word, _, value = (each.strip() for each in part.partition("="))
+        kind, colon, phase = ("", "", word) if word in phases else map(str.strip, word.partition(":"))
+        if colon and kind not in KINDS:
+            raise ConfigError(option, f"a kind of layer: {', '.join(KINDS)}", repr(kind))
+        if colon and phase not in phases:
+            need = f"a phase: {' or '.join(phases)}" if phases else "kinds of layers without a phase"
+            raise ConfigError(option, need, repr(word), "prefill includes extend, decode includes verify" if phases else "")
+        if (kind and kind not in KINDS) or not word or not value or (kind, phase) in found:
+            raise ConfigError(option, forms, repr(text))
+        found[kind, phase] = value
+    return found
+
+
 @dataclass(frozen=True)
 class BackendRequest:
-    """A user's choice of backend for each phase: a name, or auto."""
+    """A user's choice of backend for each phase: a name, or auto. Kinds of layers may differ."""
 
     prefill: str = AUTO
     """Backend for PREFILL and EXTEND."""
     decode: str = AUTO
     text: str = field(default="", compare=False)
     """Text of the request as the user wrote it. If empty, it is derived from the names."""
+    kinds: tuple[tuple[str, str, str], ...] = ()
+    """(kind, phase, name) of kinds of layers with their own choice. A phase "" means both."""
 
     def __post_init__(self) -> None:
         pair = f"prefill={self.prefill},decode={self.decode}"
-        object.__setattr__(self, "text", self.text or (self.prefill if self.prefill == self.decode else pair))
+        text = self.prefill if self.prefill == self.decode else pair
+        if self.kinds:
+            named = [f"{phase}={name}" for phase, name in zip(PHASES, (self.prefill, self.decode), strict=True) if name != AUTO]
+            text = ",".join([*named, *(f"{kind}{phase and ':'}{phase}={name}" for kind, phase, name in self.kinds)])
+        object.__setattr__(self, "text", self.text or text)
 
     def __str__(self) -> str:
         return self.text
 
     @classmethod
     def parse(cls, text: object, option: str = "attn_backend") -> BackendRequest:
-        """Parse "auto", "NAME" or "prefill=NAME,decode=NAME". A phase that is not mentioned is auto.
+        """Parse "auto", "NAME", "prefill=NAME,decode=NAME" or "KIND:PHASE=NAME"; see `parse_by_kind`. What is not mentioned is
+        auto.
 
         A request is returned unchanged, and the result of dataclasses.asdict for a request is accepted.
 
-        option: name of the option, for the error.
+        option: name of the option, for the error. Only attn_backend takes kinds of layers.
 
-        :raises ConfigError: if the value is not text in this format.
+        :raises ConfigError: if the value is not in this format.
         """
         if isinstance(text, BackendRequest):
             return text
-        if isinstance(text, Mapping):
-            text = text.get("text")
-        if not isinstance(text, str):
-            raise ConfigError(option, "a text", shown(text))
-        text = text.strip()
-        if text and "=" not in text and "," not in text:
-            return cls(text, text)
-        names: dict[str, str] = {}
-        for part in text.split(","):
-            key, _, name = (text_part.strip() for text_part in part.partition("="))
-            if key not in ("prefill", "decode") or not name or key in names:
-                raise ConfigError(option, "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
-            names[key] = name
-        return cls(names.get("prefill", AUTO), names.get("decode", AUTO), text)
+        if isinstance(text, Mapping) and "text" in text:
+            text = text["text"]
+        by_kind = option == "attn_backend"
+        forms = "auto, NAME, or prefill=NAME,decode=NAME" + f", each also by KIND ({', '.join(KINDS)})" * by_kind
+        found = parse_by_kind(option, text, forms, PHASES)
+        if not by_kind and any(kind for kind, _ in found):
+            raise ConfigError(option, forms, repr(text), "attn_backend takes kinds of layers, such as state=NAME")
+        base = found.get(("", ""), AUTO)
+        kinds = tuple((kind, phase, name) for (kind, phase), name in found.items() if kind)
+        words = text.strip() if isinstance(text, str) else ""
+        return cls(found.get(("", "prefill"), base), found.get(("", "decode"), base), words, kinds)
 
     @classmethod
     def for_backend(cls, name: str, phases: Iterable[Phase]) -> BackendRequest:
@@ -75,23 +130,103 @@ class BackendRequest:
             return cls(prefill=name)
         return cls(decode=name) if Phase.DECODE in served and not prompts else cls(name, name)
 
+    def for_layer(self, kinds: Sequence[str]) -> BackendRequest:
+        """Return the choice for layers of these kinds, given most specific first.
+
+        The most specific kind that the request names for a phase decides, and a choice for KIND:PHASE precedes one for KIND. If
+        no kind is named, the choice without a kind applies.
+        """
+        if not self.kinds:
+            return self
+        found = {(kind, phase): name for kind, phase, name in self.kinds}
+
+        def chosen(phase: str, base: str) -> str:
+            keys = [key for kind in kinds for key in ((kind, phase), (kind, ""))]
+            return next((found[key] for key in keys if key in found), base)
+
+        return BackendRequest(chosen("prefill", self.prefill), chosen("decode", self.decode))
+
+    def names_kind(self, kind: str) -> bool:
+        """Return whether the request has a choice for a kind of layer."""
+        return any(each[0] == kind for each in self.kinds)
+
+    def for_draft(self) -> BackendRequest:
+        """Return the choice for a draft model: that of the kind `draft` if the request names it, else that without a kind."""
+        return self.for_layer(["draft"]) if self.kinds else self
+
+    def for_states(self, other: BackendRequest) -> BackendRequest:
+        """Return the choice for state layers: that of the kind `state` if the request names it, else `other`."""
+        return self.for_layer(["state"]) if self.names_kind("state") else other
+
+    def without(self, kind: str) -> BackendRequest:
+        """Return the request with auto for a kind of layer."""
+        kept = tuple(each for each in self.kinds if each[0] != kind)
+        return BackendRequest(self.prefill, self.decode, kinds=(*kept, (kind, "", AUTO)))
+
+    def pinned(self, name: str) -> BackendRequest:
+        """Return the request with a backend's name instead of every auto."""
+        kinds = tuple((kind, phase, name if each == AUTO else each) for kind, phase, each in self.kinds)
+        prefill, decode = (name if each == AUTO else each for each in (self.prefill, self.decode))
+        return BackendRequest(prefill, decode, kinds=kinds)
+
     def name_for(self, phase: Phase) -> str:
-        """Return the name of the backend for a phase, or auto."""
+        """Return the name of the backend for a phase, or auto, of layers whose kind the request does not name."""
         return self.decode if phase is Phase.DECODE else self.prefill
 
     @property
     def names(self) -> Sequence[str]:
-        """Distinct names of backends in the request, excluding auto."""
-        return [name for name in dict.fromkeys((self.prefill, self.decode)) if name != AUTO]
+        """Distinct names of attention backends for the model's own layers, excluding auto."""
+        kinds = [name for kind, _, name in self.kinds if kind not in ("state", "draft")]
+        return [name for name in dict.fromkeys((self.prefill, self.decode, *kinds)) if name != AUTO]
 
     @property
     def auto_phases(self) -> Sequence[Phase]:
-        """Phases for which the selector chooses the backend."""
+        """Phases for which the selector chooses the backend of layers whose kind the request does not name."""
         return [phase for phase in Phase if self.name_for(phase) == AUTO]
 
 
 ALL_AUTO = BackendRequest()
 """Request of a user who names no backend."""
+
+
+def parse_cache_dtypes(given: object) -> dict[str, str]:
+    """Return kind of layer -> dtype of its cache: auto, or a name in KV_DTYPES. The kind "" means all other layers.
+
+    :raises ConfigError: if the option kv_cache_dtype does not have this form.
+    """
+    need = f"auto or {' or '.join(KV_DTYPES)}"
+    found = parse_by_kind("kv_cache_dtype", given, f"{need}, or KIND=DTYPE with commas ({', '.join(KINDS)})")
+    for (kind, _), name in found.items():
+        if name not in (AUTO, *KV_DTYPES):
+            raise ConfigError("kv_cache_dtype", need, repr(f"{kind}={name}" if kind else name))
+    return {kind: name for (kind, _), name in found.items()}
+
+
+def draft_cache_dtype(given: object) -> str:
+    """Return the cache dtype of a draft model: that of the kind `draft` if the option kv_cache_dtype names it, else that without
+    a kind."""
+    found = parse_cache_dtypes(given)
+    return found.get("draft", found.get("", AUTO))
+
+
+def _with_cache(spec: AttentionSpec, wanted: Mapping[str, str], scales: tuple[float, float] | None) -> AttentionSpec:
+    """Return the spec of a layer with the dtype that the user chose for its kind. wanted: result of `parse_cache_dtypes`. scales:
+    (k_scale, v_scale) of an FP8 cache; None keeps the scales in the spec."""
+    kind = next((kind for kind in kinds_of(spec) if kind in wanted), "")
+    name = wanted.get(kind, AUTO)
+    if name == AUTO:
+        return spec
+    dtype = KV_DTYPES[name]
+    got = f"{kind}={name}" if kind else name
+    if spec.dense:
+        raise ConfigError("kv_cache_dtype", "auto for encoder layers, which have no cache", got)
+    if kind and spec.value_in_key and not dtype.is_floating_point:
+        raise ConfigError("kv_cache_dtype", "auto or fp8_e4m3 for latent layers, whose values lie in the keys", got)
+    if not dtype.is_floating_point:
+        scales = 1.0, 1.0
+    if scales is None:
+        return replace(spec, kv_dtype=dtype)
+    return replace(spec, kv_dtype=dtype, k_scale=scales[0], v_scale=scales[1])
 
 
 @dataclass(frozen=True)
@@ -109,23 +244,78 @@ class LayerSpecs:
     the device."""
 
     @classmethod
-    def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
-        """Return the specs of a model's layers with the dtype that the user chose for their caches.
-
-        kv_cache_dtype: auto, which keeps the model's choice, or a name in KV_DTYPES. kv_scales: (k_scale, v_scale) of each
-        layer's FP8 cache, from the checkpoint. None keeps the scales in the model's specs, which are 1 unless the model itself
-        uses an FP8 cache. An int8 cache stores its own scales.
-        """
-        cached = list(model.attention_specs)
-        if kv_cache_dtype != "auto":
-            dtype = KV_DTYPES[kv_cache_dtype]
-            cached = [replace(spec, kv_dtype=dtype) for spec in cached]
-            if not dtype.is_floating_point:
-                cached = [replace(spec, k_scale=1.0, v_scale=1.0) for spec in cached]
-            elif kv_scales is not None:
-                cached = [replace(spec, k_scale=k, v_scale=v) for spec, (k, v) in zip(cached, kv_scales, strict=True)]
+    def of(
+        cls,
+        model: Model,
+        kv_cache_dtype: str | Mapping[str, str] = AUTO,
+        kv_scales: Sequence[tuple[float, float]] | None = None,
+    ) -> LayerSpecs:
+        """Return the specs of a model's layers with the dtypes that the user chose for their caches; see `with_cache`."""
+        cached, states = list(model.attention_specs), [layer.spec for layer in state_layers(model)]
         expanded = {cached[number]: latent.expanded for number, latent in latent_layers(model).items()}
-        return cls(cached, expanded, [layer.spec for layer in state_layers(model)], getattr(model, "device", None))
+        return cls(cached, expanded, states, getattr(model, "device", None)).with_cache(kv_cache_dtype, kv_scales)
+
+    def with_cache(
+        self, kv_cache_dtype: str | Mapping[str, str], kv_scales: Sequence[tuple[float, float]] | None = None
+    ) -> LayerSpecs:
+        """Return the layers with other dtypes of their caches.
+
+        kv_cache_dtype: auto, which keeps a layer's dtype, or a name in KV_DTYPES; see `parse_cache_dtypes`. kv_scales: (k_scale,
+        v_scale) of each layer's FP8 cache, from the checkpoint. None keeps the scales in the specs, which are 1 unless the model
+        itself uses an FP8 cache. An int8 cache stores its own scales.
+
+        :raises ConfigError: if the model has no layers of a kind, or a kind of layer cannot hold its dtype.
+        """
+        wanted = parse_cache_dtypes(kv_cache_dtype)
+        self.check_kinds("kv_cache_dtype", wanted)
+        if wanted.get("state", AUTO) != AUTO:
+            raise ConfigError(
+                "kv_cache_dtype", "auto for state layers, whose states keep their dtype", f"state={wanted['state']}"
+            )
+        scales: Sequence[tuple[float, float] | None] = kv_scales or [None] * len(self.cached)
+        cached = [_with_cache(spec, wanted, scale) for spec, scale in zip(self.cached, scales, strict=True)]
+        expanded = {new: self.expanded[old] for old, new in zip(self.cached, cached, strict=True) if old in self.expanded}
+        return replace(self, cached=cached, expanded=expanded)
+
+    @cached_property
+    def groups(self) -> Mapping[str, LayerSpecs]:
+        """Most specific kind -> specs of the attention layers of this kind, in layer order. Each of these groups has its own
+        backends."""
+        found: dict[str, list[AttentionSpec]] = {}
+        for spec in self.cached:
+            found.setdefault(kinds_of(spec)[0], []).append(spec)
+        return {
+            kind: LayerSpecs(specs, {spec: self.expanded[spec] for spec in dict.fromkeys(specs) if spec in self.expanded})
+            for kind, specs in found.items()
+        }
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Names of the kinds that the model's layers are, most specific first."""
+        found = {kind for spec in self.distinct for kind in kinds_of(spec)} | ({"state"} if self.states else set())
+        return [kind for kind in KINDS if kind in found]
+
+    def check_kinds(self, option: str, asked: Iterable[str]) -> None:
+        """Check that the model has layers of these kinds. `draft` and "" are skipped: they do not name layers of the model.
+
+        :raises ConfigError: if it has not.
+        """
+        for kind in asked:
+            if kind not in ("", "draft", *self.kinds):
+                raise ConfigError(option, f"a kind of layer that the model has: {', '.join(self.kinds) or 'none'}", repr(kind))
+
+    def requests(self, request: BackendRequest) -> Mapping[str, BackendRequest]:
+        """Return the choice of backends for each of `groups`, by kind. If no layer has attention, the kind is "".
+
+        :raises ConfigError: if the model has no layers of a kind that the request names.
+        """
+        self.check_kinds("attn_backend", [kind for kind, _, _ in request.kinds])
+        return {kind: request.for_layer(kinds_of(part.cached[0])) for kind, part in self.groups.items()} or {"": request}
+
+    def auto_phases(self, request: BackendRequest) -> Sequence[Phase]:
+        """Return the phases for which the selector chooses the backend of at least one group. Raises the errors of `requests`."""
+        free = {phase for each in self.requests(request).values() for phase in each.auto_phases}
+        return [phase for phase in Phase if phase in free]
 
     @property
     def device(self) -> torch.device:

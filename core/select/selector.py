@@ -1,15 +1,13 @@
-"""Selection of the kernels for a model's layers: support, reasons for refusals, choice at start, instances, and choice per
-step."""
+"""Selection of the kernels for a model's layers, by kind of layer: support, reasons for refusals, instances."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise
-from statistics import fmean
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from itertools import product
+from operator import add
 from typing import Generic, NamedTuple
 
 from headway.core.contract.backend import AttentionBackend, Backends
@@ -18,272 +16,19 @@ from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
-from headway.core.select.costs import CostTable, Shape, StepCosts
+from headway.core.select.choice import (
+    NO_ATTENTION,
+    MeasuredChoice,
+    RatedPlace,
+    Selection,
+    StepChooser,
+    doubts_of,
+    steady_choice,
+    undecided,
+)
+from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts
 from headway.core.select.kernels import AttentionCandidates, B, Candidates, Kernels, L, Placement, S
 from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload
-
-log = logging.getLogger("headway")
-
-
-_Choice = tuple[str, dict[str, float], float]
-"""(fastest backend, time of each backend, time up to which a backend counts as equally fast), times in microseconds."""
-
-
-class StepChooser:
-    """Chooses a step's backend by one dict lookup. Lengths are rounded to an eighth of an octave, and each choice is computed
-    once."""
-
-    def __init__(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> None:
-        """costs: measured times. names: phase -> backends among which the chooser may switch. Phases that are missing must not be
-        passed to `choose`."""
-        self.costs = costs
-        self.names = names
-        self._choices: dict[tuple[Phase, int, int, int], _Choice | None] = {}
-        self._candidates: dict[int, list[str]] = {}
-        self._current: dict[Phase, str] = {}
-        self._reported: set[Phase] = set()
-
-    def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
-        """Return the backend for the sequences of one phase in a step, or None if no backend was measured. The result becomes the
-        phase's current backend.
-
-        query_len, kv_len: lengths of each of these sequences; for unequal lengths, see `Shape.of`.
-        """
-        key = (phase, batch, _rounded(query_len), _rounded(kv_len))
-        try:
-            choice = self._choices[key]
-        except KeyError:
-            choice = self._choices[key] = self._work_out(Shape(*key))
-        if choice is None:
-            return None
-        fastest, times, limit = choice
-        current = self._current.get(phase)
-        if current == fastest:
-            return fastest
-        if current is not None and times.get(current, math.inf) <= limit:
-            return current
-        self._current[phase] = fastest
-        step = f"{phase.value} of {batch} sequences, query_len {key[2]}, kv_len {key[3]}"
-        log.debug("attention: %s: %s (before: %s)", step, fastest, current)
-        return fastest
-
-    def forget(self) -> None:
-        """Reset the current backend of each phase, after warm-up steps."""
-        self._current.clear()
-
-    def decode_candidates(self, batch: int) -> list[str]:
-        """Return the backends to capture in decode graphs of a batch size, at most two.
-
-        The first backend is the best over all measured lengths. The second, if any, is faster than the first at some length by
-        more than the noise.
-        """
-        if batch not in self._candidates:
-            self._candidates[batch] = self._find_candidates(batch)
-        return self._candidates[batch]
-
-    def _work_out(self, shape: Shape) -> _Choice | None:
-        names = self.names[shape.phase]
-        if (
-            shape.phase is Phase.DECODE and shape.query_len == 1
-        ):  # only these are captured; verify steps are not limited to graphs
-            names = self.decode_candidates(shape.batch)
-        if not self.costs.covers(shape) and shape.phase not in self._reported:
-            self._reported.add(shape.phase)
-            log.info("crossover table: %s is outside the measured range; using the nearest measured edge", shape)
-        ranked = self.costs.ranking(shape, names)
-        if not ranked:
-            return None
-        fastest, least = ranked[0]
-        return fastest, dict(ranked), least * (1 + self.costs.noise)
-
-    def _find_candidates(self, batch: int) -> list[str]:
-        names = list(self.names[Phase.DECODE])
-        lengths = sorted({shape.kv_len for shape in self.costs.shapes(Phase.DECODE)})
-        between = [round(math.sqrt(low * high)) for low, high in pairwise(lengths)]
-        shapes = [Shape(Phase.DECODE, batch, 1, kv_len) for kv_len in sorted({*lengths, *between})]
-        times = {name: [self.costs.step_us(name, shape) for shape in shapes] for name in names}
-        if not times or not shapes:
-            return names[:1]
-
-        def overall(name: str) -> tuple[int, float]:
-            known = [math.log(us) for us in times[name] if math.isfinite(us)]
-            return len(shapes) - len(known), sum(known)
-
-        first = min(names, key=overall)
-
-        def gain(name: str) -> float:
-            """Return the largest factor, over all lengths, by which a backend is faster than the first backend."""
-            pairs = zip(times[first], times[name], strict=True)
-            return max(
-                (math.inf if not math.isfinite(ours) else ours / theirs for ours, theirs in pairs if math.isfinite(theirs)),
-                default=0.0,
-            )
-
-        second = max((name for name in names if name != first), key=gain, default=None)
-        return [first] if second is None or gain(second) <= 1 + self.costs.noise else [first, second]
-
-
-def _rounded(length: int) -> int:
-    """Return the middle of the eighth of an octave that contains a length. Short lengths are unchanged."""
-    shift = max(length.bit_length() - 4, 0)
-    return ((length >> shift) << shift) + (1 << shift >> 1)
-
-
-_WORKLOAD_GAIN, _TYPICAL_GAIN = 0.15, 0.035
-"""Minimum gains, as logarithms, with which a placement is preferred to an earlier one: over the workload, and at the typical
-point.
-
-The workload depends on a few points, each with noise. The typical point is a mean over all points and has little noise.
-Placements with small blocks, which waste less memory, come first.
-"""
-_NOISES = 4.0
-"""Minimum gain over the workload, as a multiple of the noise. At the typical point, the minimum gain is the noise."""
-
-
-NO_ATTENTION = "none"
-"""Placeholder for the name of a backend if no layer needs a backend."""
-
-
-@dataclass(frozen=True, slots=True)
-class Selection(Generic[L]):
-    """Choice made at start for the layers of one kind: layout, block size, and the kernels of each phase."""
-
-    place: Placement[L]
-    names: Mapping[Phase, str]
-    why: str
-    others: Mapping[Phase, Sequence[str]] = field(default_factory=dict)
-    """Phase -> backends to which the phase may switch from step to step."""
-    helpers: Mapping[Phase, str] = field(default_factory=dict)
-    """Phase -> kernel that runs convolutions for the chosen kernel."""
-
-    @property
-    def layout(self) -> L:
-        """Layout that was chosen."""
-        return self.place.layout
-
-    @property
-    def block_size(self) -> int:
-        """Number of tokens per block."""
-        return self.place.block_size
-
-    def all_for(self, phase: Phase) -> Sequence[str]:
-        """Return the backends that may run a phase, the usual backend first."""
-        return [self.names[phase], *self.others.get(phase, ())]
-
-    def __str__(self) -> str:
-        names = ", ".join(f"{phase.value}={'|'.join(self.all_for(phase))}" for phase in self.names)
-        helpers = ", ".join(dict.fromkeys(self.helpers.values()))
-        helped = f", convolutions by {helpers}" if helpers else ""
-        return f"{names}{helped}; {self.place} ({self.why})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Rated(Generic[L]):
-    place: Placement[L]
-    costs: StepCosts
-    names: Mapping[Phase, Sequence[str]]
-    expected: float
-    """Logarithm of the workload's time in microseconds."""
-    typical: Mapping[Shape, float]
-    """Logarithm of the minimum time in microseconds, for each measured point."""
-
-
-@dataclass(frozen=True)
-class MeasuredChoice:
-    """Chooses a layout, a block size and kernels by measured times."""
-
-    parts: Sequence[tuple[CostTable, int]]
-    """(table, number of layers) of each distinct kind of layer."""
-    workload: Workload
-    steps: Sequence[tuple[Shape, float]]
-    """(shape, number of steps) of the workload's steps in `phases`."""
-    free: Collection[Phase] = tuple(Phase)
-    """Phases that are auto. The other phases have a named kernel; its times count if it was measured."""
-    phases: Collection[Phase] = tuple(Phase)
-    """Phases in which layers need a kernel."""
-    per_step: bool = True
-    """True if the kernel of a phase may change from step to step, and later placements waste more memory. False if one kernel
-    runs every step of a phase, and placements are equally large."""
-
-    def select(
-        self, places: Sequence[Placement[L]], able: Callable[[Phase, Placement[L]], Iterable[str]]
-    ) -> tuple[Selection[L], StepChooser] | None:
-        """Return the placement with the least expected cost and its best kernels, or None if no placement has times for the free
-        phases.
-
-        able: returns the kernels that support a phase of every layer at a placement.
-        """
-        rated: list[_Rated[L]] = []
-        for place in places:
-            names = {phase: list(able(phase, place)) for phase in self.phases}
-            costs = StepCosts(self.parts, place.layout.name, place.block_size)
-            expected = self._expected(costs, names)
-            if expected is not None:
-                rated.append(_Rated(place, costs, names, math.log(expected), _typical(costs, names)))
-        if not rated:
-            return None
-        noise = rated[0].costs.noise
-        chosen = _steady_choice(rated, _doubts(noise) if self.per_step else (noise, math.inf))
-        usual, others = {}, {}
-        for phase, served in chosen.names.items():
-            able_here = served if phase in self.free else served[:1]
-            winners = chosen.costs.winners(phase, served) if self.per_step and phase in self.free else able_here
-            usual[phase] = self._usual(chosen.costs, phase, winners)
-            if self.per_step and len(winners) > 1:
-                others[phase] = [name for name in winners if name != usual[phase]]
-        why = f"auto: {self.parts[0][0].source}, workload {self.workload}{_undecided(rated, chosen) if self.per_step else ''}"
-        selection = Selection(chosen.place, usual, why, others)
-        return selection, StepChooser(chosen.costs, {phase: selection.all_for(phase) for phase in others})
-
-    def _expected(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float | None:
-        """Return the workload's time in microseconds, or None if a phase has no kernel, or a free phase has no times."""
-        measured = {
-            phase: any(math.isfinite(costs.step_us(name, shape)) for name in able for shape in costs.shapes(phase))
-            for phase, able in names.items()
-        }
-        if not all(names.values()) or not all(measured[phase] for phase in self.free):
-            return None
-        steps = [(shape, count) for shape, count in self.steps if measured[shape.phase]]
-        total = sum(count * min(costs.step_us(name, shape) for name in names[shape.phase]) for shape, count in steps)
-        return total if math.isfinite(total) else None
-
-    def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
-        """Return the fastest backend for the workload's steps of a phase. Without such steps, return the first backend, which is
-        fastest at most of the measured points."""
-        steps = [(shape, count) for shape, count in self.steps if shape.phase is phase]
-        return min(names, key=lambda name: sum(count * costs.step_us(name, shape) for shape, count in steps))
-
-
-def _typical(costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> dict[Shape, float]:
-    """Return the logarithm of the minimum cost at each measured point, for workloads that differ from the expected one."""
-    shapes = [(shape, able) for phase, able in names.items() for shape in costs.shapes(phase)]
-    return {shape: math.log(ranked[0][1]) for shape, able in shapes if (ranked := costs.ranking(shape, able))}
-
-
-def _doubts(noise: float) -> tuple[float, float]:
-    """Return the minimum gains of the workload and of the typical point, as logarithms. noise: relative noise of the times."""
-    return max(_WORKLOAD_GAIN, _NOISES * noise), max(_TYPICAL_GAIN, noise)
-
-
-def _steady_choice(rated: Sequence[_Rated[L]], doubts: tuple[float, float]) -> _Rated[L]:
-    """Return the first candidate, unless a later candidate gains more than `doubts` over the workload or at the typical point."""
-    doubt, typical_doubt = doubts
-    shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
-    chosen = rated[0]
-    for other in rated[1:]:
-        gain = chosen.expected - other.expected
-        typical_gain = fmean(chosen.typical[shape] - other.typical[shape] for shape in shared) if shared else 0.0
-        if gain > doubt or (gain > -doubt and typical_gain > typical_doubt):
-            chosen = other
-    return chosen
-
-
-def _undecided(rated: Sequence[_Rated[L]], chosen: _Rated[L]) -> str:
-    """Return a remark if a different layout or block size would be selected with the noise of the times ignored, else ""."""
-    otherwise = _steady_choice(rated, _doubts(0.0))
-    if otherwise is chosen:
-        return ""
-    return f"; times too noisy ({chosen.costs.noise:.0%}) to prefer {otherwise.place}: the first in order stays"
 
 
 class Rated(NamedTuple):
@@ -296,38 +41,74 @@ class Rated(NamedTuple):
     """Time per step over all layers, in microseconds. None if not measured or not supported."""
 
 
-class KernelSelector(Generic[S, B, L]):
-    """Chooses, for all layers of one kind, a layout and block size with which every phase runs as the user requested.
+class ChoiceRow(NamedTuple):
+    """Choice for the layers of one kind in one phase, as a row of a table."""
+
+    kind: str
+    phase: str
+    layers: int
+    heads: str
+    layout: str
+    block_size: str
+    cache: str
+    """Element type of the cache or state. - if there is none."""
+    backend: str
+    why: str
+    """Source of the choice: asked for, measured, or rank order."""
+
+
+def plan_text(rows: Iterable[ChoiceRow]) -> str:
+    """Return a plan as a table of text, with aligned columns."""
+    table = [tuple(name.removesuffix("_size") for name in ChoiceRow._fields), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(len(row[number]) for row in table) for number in range(len(ChoiceRow._fields))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+
+class KernelGroup(Generic[S, B, L]):
+    """Layers of one kind, for which `settle` chooses a layout and block size with which every phase runs as the user requested.
 
     A kernel that the user named is used, or rejected with all reasons. Otherwise `auto` minimizes the measured cost over the
     workload. Without times, each phase gets the first kernel in rank order that supports every layer.
     """
 
-    def __init__(
-        self,
-        candidates: Candidates[S, B, L],
-        request: BackendRequest = ALL_AUTO,
-        costs: Mapping[S, CostTable] | None = None,
-        workload: Workload = PRESETS["chat"],
-    ) -> None:
-        """costs: measured times of each distinct layer. None if there are none.
+    selection: Selection[L]
+    """The choice, set by `settle`."""
 
-        :raises HeadwayError: if a name is unknown or no kernel supports the layers, with all reasons and the nearest request
-            that would be supported.
-        """
+    def __init__(self, candidates: Candidates[S, B, L], request: BackendRequest, costs: Mapping[S, CostTable] | None) -> None:
+        """costs: measured times of each distinct layer. None if there are none."""
         self._able = candidates
         self._request = request
         self._parts = [(costs[spec], count) for spec, count in candidates.counts.items()] if costs else []
         self._failed = {name: why for table, _ in self._parts for name, why in table.excluded.items()}
         """Kernel excluded from selection, for example by a failed self-test -> reason."""
         self._chooser: StepChooser | None = None
-        selection = self._select(workload)
-        helpers = {phase: candidates.helper(name, phase, selection.place) for phase, name in selection.names.items()}
+
+    def settle(self, workload: Workload, places: Sequence[Placement[L]] | None = None) -> Selection[L]:
+        """Choose among placements, by default among all that the user's options allow, and return the choice.
+
+        :raises HeadwayError: if a name is unknown or no kernel supports the layers, with all reasons and the nearest request
+            that would be supported.
+        """
+        self._chooser = None
+        selection = self._select(workload, self._able.places if places is None else places)
+        helpers = {phase: self._able.helper(name, phase, selection.place) for phase, name in selection.names.items()}
         self.selection = replace(selection, helpers={phase: helper for phase, helper in helpers.items() if helper})
+        return self.selection
 
     def backends_for(self, phase: Phase) -> Mapping[S, B]:
         """Return spec -> instance of the selected kernel for a phase."""
         return self._able.instances(self.selection.names[phase], (phase,), self.selection.place)
+
+    def plan(self, kind: str) -> list[ChoiceRow]:
+        """Return the choice for each phase. kind: name of the kind of layers."""
+        chosen, rows = self.selection, list[ChoiceRow]()
+        size = "-" if chosen.block_size == NO_BLOCKS else str(chosen.block_size)
+        for phase in self._able.specs:
+            layers, heads, cache = self._able.describe(phase)
+            names = "|".join(chosen.all_for(phase))
+            why = "asked for" if self._request.name_for(phase) != AUTO else "measured" if self._chooser else "rank order"
+            rows.append(ChoiceRow(kind, phase.value, layers, heads, chosen.layout.name, size, cache, names, why))
+        return rows
 
     @property
     def costs(self) -> StepCosts | None:
@@ -360,20 +141,27 @@ class KernelSelector(Generic[S, B, L]):
     def _failure(self, name: str) -> tuple[Reason, ...]:
         return (Reason(name, "to pass its self-test", self._failed[name]),) if name in self._failed else ()
 
-    def _select(self, workload: Workload) -> Selection[L]:
+    def _measured(self, workload: Workload) -> MeasuredChoice | None:
+        """Return the choice by measured times, or None if there are no times or no free phase."""
         able, free = self._able, [phase for phase in self._request.auto_phases if phase in self._able.specs]
+        if not self._parts or not free:
+            return None
+        return MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
+
+    def _select(self, workload: Workload, places: Sequence[Placement[L]]) -> Selection[L]:
+        able, choice = self._able, self._measured(workload)
         if not able.specs:  # a page then takes no memory and only counts tokens
-            return Selection(able.places[0], dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention")
+            return Selection(places[0], dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention")
+        free = any(phase in able.specs for phase in self._request.auto_phases)
         why = "auto: no crossover table, rank order" if free else "asked for"
-        if self._parts and free:
-            choice = MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
-            if (measured := choice.select(able.places, partial(self._supported, self._request))) is not None:
+        if choice is not None:
+            if (measured := choice.select(places, partial(self._supported, self._request))) is not None:
                 self._chooser = measured[1]
                 return measured[0]
             why = f"auto: {self._parts[0][0].source} has no times for this layout and block size, rank order"
-        found = self._search(self._request, able.places, why)
+        found = self._search(self._request, places, why)
         if found is None:
-            raise self._refusal()
+            raise self.refusal(places)
         return found
 
     def _search(self, request: BackendRequest, places: Sequence[Placement[L]], why: str = "") -> Selection[L] | None:
@@ -396,14 +184,14 @@ class KernelSelector(Generic[S, B, L]):
         meant = source.entries if every else source.meant_for(spec.device.type)
         return source.rank(spec, phase, [name for name in meant if name not in self._failed])
 
-    def _refusal(self) -> UnsupportedError:
-        """Return an error with the reasons for the layout and block size that fail in the fewest phases, and with options that
-        would work."""
+    def refusal(self, places: Sequence[Placement[L]]) -> UnsupportedError:
+        """Return an error with the reasons for the placement that fails in the fewest phases, and with options that would
+        work."""
 
         def unserved(place: Placement[L]) -> list[Phase]:
             return [phase for phase in self._able.specs if not any(self._supported(self._request, phase, place))]
 
-        nearest = min(self._able.places, key=lambda place: len(unserved(place)))
+        nearest = min(places, key=lambda place: len(unserved(place)))
         reasons: list[Reason] = []
         for phase in unserved(nearest):
             for name in self._names(self._request, phase, every=True):
@@ -428,8 +216,113 @@ class KernelSelector(Generic[S, B, L]):
         return ""
 
 
-class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
-    """Chooses attention backends at start, and each step's backend by a dict lookup (`StepChooser`)."""
+class KernelSelector(KernelGroup[S, B, L]):
+    """Chooses kernels for all layers of one kind, when it is made."""
+
+    def __init__(
+        self,
+        candidates: Candidates[S, B, L],
+        request: BackendRequest = ALL_AUTO,
+        costs: Mapping[S, CostTable] | None = None,
+        workload: Workload = PRESETS["chat"],
+    ) -> None:
+        """costs, and the errors raised: see `KernelGroup`."""
+        super().__init__(candidates, request, costs)
+        self.settle(workload)
+
+
+class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
+    """Attention layers of one kind, such as `window`: their backends, and each step's backend by a dict lookup
+    (`StepChooser`)."""
+
+    _able: AttentionCandidates
+
+    def prepare(self) -> None:
+        """Make an instance of every backend that may be called, once the group is settled."""
+        chosen, candidates = self.selection, self._able
+        self.instances: dict[str, Backends] = {}
+        """Name of a backend that may be called -> instances of the backend, keyed by spec."""
+        for name in dict.fromkeys(name for phase in chosen.names for name in chosen.all_for(phase)):
+            served = [phase for phase in candidates.specs if name in chosen.all_for(phase)]
+            self.instances[name] = candidates.instances(name, served, chosen.place)
+        self.gathering = candidates.gathering(chosen.names[Phase.PREFILL], chosen.place)
+        """Spec of a latent layer's cache -> the prefill backend's instance for attention over its gathered, up-projected context.
+        Specs that the backend does not support are missing."""
+
+    def serves(self, place: Placement[CacheLayout]) -> bool:
+        """Return whether the request covers every phase with a placement."""
+        return place in self._able.places and self._search(self._request, [place]) is not None
+
+    def rate(self, workload: Workload, place: Placement[CacheLayout]) -> RatedPlace[CacheLayout] | None:
+        """Return the group's costs at a placement. None if no times decide there."""
+        choice = self._measured(workload)
+        return None if choice is None else choice.rate(place, partial(self._supported, self._request))
+
+    def is_measured(self, workload: Workload) -> bool:
+        """Return whether measured times decide at least one phase."""
+        return self._measured(workload) is not None
+
+    @property
+    def places(self) -> Sequence[Placement[CacheLayout]]:
+        """Placements that the user's options allow, preferred first."""
+        return self._able.places
+
+    @property
+    def layers(self) -> int:
+        """Number of layers. Both forms of a latent layer count."""
+        return sum(self._able.counts.values())
+
+    def name_for(self, phase: Phase, batch: int | None, query_len: int, kv_len: int) -> str:
+        """Return the name of the backend for a phase in a step; see `Selector.backends_for`."""
+        name = None
+        if batch is not None and self._chooser is not None and phase in self.selection.others:
+            name = self._chooser.choose(phase, batch, query_len, kv_len)
+        return name or self.selection.names[phase]
+
+    def name_of(self, shape: Shape) -> str:
+        """Return the name of the backend for a shape; see `Selector.backends_of`."""
+        if shape.captured and self.costs is not None:
+            named = [(name, self.instances[name].values()) for name in self.selection.all_for(shape.phase)]
+            able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
+            if ranked := self.costs.ranking(shape, able):
+                return ranked[0][0]
+        return self.name_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
+
+    def candidates_for(self, phase: Phase, batch: int) -> Sequence[str]:
+        """Return the backends among which `name_for` chooses for a phase and batch size, without changing any state."""
+        return self.decode_candidates(batch) if phase is Phase.DECODE else self.selection.all_for(phase)
+
+    def decode_candidates(self, batch: int) -> list[str]:
+        """Return the backends that `name_for` may return for decodes of a batch size: at most two, for which graphs are
+        captured."""
+        if self._chooser is None or Phase.DECODE not in self.selection.others:
+            return [self.selection.names[Phase.DECODE]]
+        return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
+
+    def decode_us(self, batch: int, query_len: int, kv_len: int) -> float:
+        """Return the attention time of a decode step with the fastest backend in microseconds, or infinity if not measured."""
+        if self.costs is None:
+            return math.inf
+        shape = Shape(Phase.DECODE, batch, query_len, kv_len)
+        return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
+
+    def forget(self) -> None:
+        """Reset each phase's current backend, after warm-up steps."""
+        if self._chooser is not None:
+            self._chooser.forget()
+
+    def capture_one(self) -> None:
+        """Capture one backend per batch size in decode graphs, because another group of layers changes its backend."""
+        if self._chooser is not None:
+            self._chooser.most_captured = 1
+
+
+class Selector:
+    """Chooses attention backends at start, for each group of layers of one kind (`LayerSpecs.groups`), and in each step.
+
+    All groups have one block size. They have one layout too if any layout serves all of them, since their caches then share
+    memory. The backends of a step are named together: `a` if all groups use it, `a+b` if the first uses `a` and the second `b`.
+    """
 
     def __init__(
         self,
@@ -448,18 +341,153 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
 
         :raises HeadwayError: if a name is unknown or the request is not supported, with all reasons.
         """
-        candidates = AttentionCandidates(source, layers, kv_layout, block_size, options)
-        super().__init__(candidates, request, costs, workload)
-        chosen = self.selection
-        self._candidates = candidates
+        requests = layers.requests(request)
+
+        def group(kind: str, part: LayerSpecs) -> AttentionGroup:
+            named = kv_layout  # a latent layer's cache needs another layout than the cache of ordinary layers
+            if kv_layout != AUTO and 0 < sum(spec.value_in_key for spec in layers.cached) < len(layers.cached):
+                holds = source.layout(kv_layout).layout.has_value is not part.cached[0].value_in_key
+                named = kv_layout if holds else AUTO
+            return AttentionGroup(AttentionCandidates(source, part, named, block_size, options), requests[kind], costs)
+
+        self.groups = {kind: group(kind, part) for kind, part in (layers.groups or {"": layers}).items()}
+        """Most specific kind of layer -> its choice. The kind "" if no layer has attention."""
         self.instances: dict[str, Backends] = {}
-        """Name of a backend that may be called -> instances of the backend, keyed by spec."""
-        for name in dict.fromkeys(name for phase in chosen.names for name in chosen.all_for(phase)):
-            served = [phase for phase in candidates.specs if name in chosen.all_for(phase)]
-            self.instances[name] = candidates.instances(name, served, chosen.place)
-        self.gathering = candidates.gathering(chosen.names[Phase.PREFILL], chosen.place)
-        """Spec of a latent layer's cache -> the prefill backend's instance for attention over its gathered, up-projected context.
-        Specs that the backend does not support are missing."""
+        """Name of backends that may be called together -> instances, keyed by spec. More are added when a step needs them."""
+        self._kind_of = {spec: kind for kind, part in layers.groups.items() for spec in part.distinct}
+        if len(self.groups) == 1:
+            next(iter(self.groups.values())).settle(workload)
+        else:
+            try:
+                places, remark = self._choose_places(workload)
+                for each, place in zip(self.groups.values(), places, strict=True):
+                    chosen = each.settle(workload, [place])
+                    each.selection = replace(chosen, why=chosen.why + remark * each.is_measured(workload))
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    error.asked, error.reasons, self._fix(source, layers, request, options, bool(block_size) or kv_layout != AUTO)
+                ) from None
+        for each in self.groups.values():
+            each.prepare()
+        self.main = max(self.groups.values(), key=lambda each: each.layers)
+        """Group with the most layers."""
+        for each in self.groups.values():
+            if each is not self.main:
+                each.capture_one()
+        self.selection = self._combined_selection()
+        """The choice for all layers; see `Selection.parts`."""
+        for phase in self.selection.names:
+            for names in self._combinations(phase):
+                self._together(names)
+        self.gathering = {spec: backend for each in self.groups.values() for spec, backend in each.gathering.items()}
+        """Spec of a latent layer's cache -> see `AttentionGroup.gathering`."""
+
+    def _choose_places(self, workload: Workload) -> tuple[Sequence[Placement[CacheLayout]], str]:
+        """Return the placement of each group, with one block size: the least expected cost over all groups. Also return a remark
+        if the times were too noisy to decide, else ""."""
+        groups = list(self.groups.values())
+        served = [[place] * len(groups) for place in groups[0].places if all(each.serves(place) for each in groups)]
+        sizes = dict.fromkeys(place.block_size for place in groups[0].places)
+        if not served:
+            firsts = [
+                [
+                    next((place for place in each.places if place.block_size == size and each.serves(place)), None)
+                    for each in groups
+                ]
+                for size in sizes
+            ]
+            served = [[place for place in places if place] for places in firsts if None not in places]
+        if not served:
+            raise self._refusal()
+        free = [each for each in groups if each.is_measured(workload)]
+        rated: dict[int, RatedPlace[CacheLayout]] = {}
+        for number, places in enumerate(served):
+            found = [each.rate(workload, place) for each, place in zip(groups, places, strict=True) if each in free]
+            known = [rating for rating in found if rating is not None]
+            if known and len(known) == len(found):
+                rated[number] = reduce(add, known)
+        if not rated:
+            return served[0], ""
+        chosen = steady_choice(list(rated.values()), doubts_of(next(iter(rated.values())).costs.noise))
+        number = next(number for number, rating in rated.items() if rating is chosen)
+        return served[number], undecided(list(rated.values()), chosen)
+
+    def _refusal(self) -> UnsupportedError:
+        """Return the reasons of the first group that no placement serves, or else of a group that shares no block size with the
+        others."""
+
+        def able(each: AttentionGroup, size: int) -> bool:
+            return any(place.block_size == size and each.serves(place) for place in each.places)
+
+        sizes = dict.fromkeys(place.block_size for each in self.groups.values() for place in each.places)
+        nearest = max(sizes, key=lambda size: sum(able(each, size) for each in self.groups.values()))
+        kind, group = next(
+            (pair for pair in self.groups.items() if not any(able(pair[1], size) for size in sizes)),
+            next(pair for pair in self.groups.items() if not able(pair[1], nearest)),
+        )
+        shared = any(able(group, size) for size in sizes)
+        error = group.refusal([place for place in group.places if not shared or place.block_size == nearest])
+        return UnsupportedError(f"{kind} layers: {error.asked}", error.reasons)
+
+    def _fix(
+        self,
+        source: Kernels,
+        layers: LayerSpecs,
+        request: BackendRequest,
+        options: Mapping[str, Mapping[str, str]] | None,
+        placed: bool,
+    ) -> str:
+        """Return options that are supported: the request with another placement if the user named one (`placed`), with auto for
+        one kind of layer, or auto for all; else ""."""
+        changed = [*(request.without(kind) for kind in self.groups if request.names_kind(kind)), ALL_AUTO]
+        for other in ([request] if placed else []) + [each for each in changed if each != request]:
+            try:
+                found = Selector(source, layers, other, options=options).selection
+            except UnsupportedError:
+                continue
+            layouts = {part.layout.name for part in found.parts.values()} or {found.layout.name}
+            layout = layouts.pop() if len(layouts) == 1 else AUTO
+            return AttentionCandidates.options.format(other, layout, found.block_size)
+        return ""
+
+    def _combined_selection(self) -> Selection[CacheLayout]:
+        parts = {kind: each.selection for kind, each in self.groups.items()}
+        first = next(iter(parts.values()))
+        if len(parts) == 1:
+            return first
+        phases = [phase for phase in Phase if all(phase in part.names for part in parts.values())]
+        usual = {phase: [_joined(names) for names in self._combinations(phase)] for phase in phases}
+        same = all(
+            (part.names, part.others, part.place, part.why) == (first.names, first.others, first.place, first.why)
+            for part in parts.values()
+        )
+        return Selection(
+            first.place,
+            {phase: names[0] for phase, names in usual.items()},
+            first.why,
+            {phase: names[1:] for phase, names in usual.items() if len(names) > 1},
+            parts={} if same else parts,
+        )
+
+    def plan(self) -> list[ChoiceRow]:
+        """Return the choice for each kind of layer and phase."""
+        return [row for kind, each in self.groups.items() for row in each.plan(kind)]
+
+    def _combinations(self, phase: Phase) -> list[tuple[str, ...]]:
+        """Return names of backends, one for each group, so that each backend of a phase is in one of the combinations."""
+        every = [each.selection.all_for(phase) for each in self.groups.values()]
+        return [tuple(names[min(number, len(names) - 1)] for names in every) for number in range(max(map(len, every)))]
+
+    def _together(self, names: tuple[str, ...]) -> Backends:
+        """Return spec -> instance of the backends with these names, one for each group."""
+        if len(names) == 1:
+            self.instances[names[0]] = next(iter(self.groups.values())).instances[names[0]]
+            return self.instances[names[0]]
+        joined = _joined(names)
+        if joined not in self.instances:
+            pairs = zip(self.groups.values(), names, strict=True)
+            self.instances[joined] = {spec: made for each, name in pairs for spec, made in each.instances[name].items()}
+        return self.instances[joined]
 
     def backends_for(self, phase: Phase, batch: int | None = None, query_len: int = 1, kv_len: int = 1) -> Backends:
         """Return spec -> backend instance for a phase in this step.
@@ -467,10 +495,7 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         batch: number of sequences of the phase in the step, or in the graph that is captured. None selects the phase's usual
         backend. query_len, kv_len: new tokens, and cached plus new tokens, of each sequence. For unequal lengths, see `Shape.of`.
         """
-        name = None
-        if batch is not None and self._chooser is not None and phase in self.selection.others:
-            name = self._chooser.choose(phase, batch, query_len, kv_len)
-        return self.instances[name or self.selection.names[phase]]
+        return self._together(tuple(each.name_for(phase, batch, query_len, kv_len) for each in self.groups.values()))
 
     def backends_of(self, shape: Shape) -> Backends:
         """Return spec -> instance for a shape.
@@ -479,37 +504,30 @@ class Selector(KernelSelector[AttentionSpec, AttentionBackend, CacheLayout]):
         because a replay needs no launches by the host. If no such backend has a measured time, the backend is selected as for a
         launched step.
         """
-        if shape.captured and self.costs is not None:
-            named = [(name, self.instances[name].values()) for name in self.selection.all_for(shape.phase)]
-            able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
-            if ranked := self.costs.ranking(shape, able):
-                return self.instances[ranked[0][0]]
-        return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
-
-    def candidates_for(self, phase: Phase, batch: int) -> Sequence[str]:
-        """Return the backends among which `backends_for` chooses for a phase and batch size, without changing any state."""
-        return self.decode_candidates(batch) if phase is Phase.DECODE else self.selection.all_for(phase)
+        return self._together(tuple(each.name_of(shape) for each in self.groups.values()))
 
     def decode_candidates(self, batch: int) -> list[str]:
         """Return the backends that `backends_for` may select for decodes of a batch size: at most two, for which graphs are
-        captured."""
-        if self._chooser is None or Phase.DECODE not in self.selection.others:
-            return [self.selection.names[Phase.DECODE]]
-        return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
+        captured. Only the group with the most layers changes its backend between graphs of one batch size."""
+        found = list(product(*(each.decode_candidates(batch) for each in self.groups.values())))
+        for names in found:
+            self._together(names)
+        return [_joined(names) for names in found]
 
     def decode_us(self, batch: int, query_len: int, kv_len: int) -> float:
-        """Return the attention time of a decode step with the fastest backend in microseconds, or infinity if not measured."""
-        if self.costs is None:
-            return math.inf
-        shape = Shape(Phase.DECODE, batch, query_len, kv_len)
-        return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
+        """Return the attention time of a decode step with the fastest backends in microseconds, or infinity if not measured."""
+        return sum(each.decode_us(batch, query_len, kv_len) for each in self.groups.values())
 
     def forget(self) -> None:
         """Reset each phase's current backend, after warm-up steps."""
-        if self._chooser is not None:
-            self._chooser.forget()
+        for each in self.groups.values():
+            each.forget()
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
-        """Return the layout of a layer's cache: the selected layout, or a different layout if the selected one cannot hold the
-        layer's values."""
-        return self._candidates.layout_of(spec, self.selection.layout)
+        """Return the layout of a layer's cache."""
+        return self.groups[self._kind_of[spec]].selection.layout
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Return the name of backends that run together, one for each group of layers."""
+    return names[0] if len(set(names)) == 1 else "+".join(names)

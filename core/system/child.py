@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import IO, Any, TextIO
 
 _TAIL = 300  # Maximum characters of a dead process's last line
@@ -184,3 +186,13 @@ def die_with_parent() -> None:
     the parent has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+
+
+@contextmanager
+def stack_size(num_bytes: int) -> Iterator[None]:
+    """Give threads started in this block stacks of this many bytes. The size is process-wide during the block."""
+    before = threading.stack_size(num_bytes)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)

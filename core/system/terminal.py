@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 from headway.core.system.text import harmless
@@ -71,3 +74,55 @@ def progress_bar(console: Console | None) -> Progress:
         disable=shown is None,
         transient=True,
     )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A table row: one kernel, or several that share a reason."""
+
+    cells: Sequence[str]
+    """Texts of the row: the kernel's name, then its time or range in each column."""
+    chosen: Collection[int] = ()
+    """Indices of the cells that show the choice."""
+    why_not: str = ""
+    runs_here: bool = True
+    """True if the kernel can run on the device."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Kernels for one kind of operation, and the reasons against the other kernels."""
+
+    title: str
+    answer: str = ""
+    summary: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Row] = ()
+    remarks: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    """Remarks on the sources of the choice and of its times."""
+
+
+def show(found: Section, console: Console, all_kernels: bool) -> None:
+    """Print a section: summary, table of kernels, remarks and sources. all_kernels: True to include kernels that cannot run on
+    the device."""
+    console.print(Text(found.title, "bold").append(found.answer, "bold green"))
+    for line in found.summary:
+        console.print(Text(line))
+    rows = [row for row in found.rows if all_kernels or row.runs_here]
+    if hidden := len(found.rows) - len(rows):
+        console.print(Text(f"not listed: {hidden} backends that cannot run on this device (--all)", "dim"))
+    if rows:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, column in enumerate(found.columns):
+            table.add_column(column, justify="right" if number else "left")
+        if any(row.why_not for row in rows):
+            table.add_column("why not", overflow="fold")
+        for row in rows:
+            cells = [Text(cell, "bold green" if number in row.chosen else "") for number, cell in enumerate(row.cells)]
+            table.add_row(*[*cells, Text(row.why_not)][: len(table.columns)])
+        console.print(table)
+    for line in found.remarks:
+        console.print(Text(line))
+    for line in found.notes:
+        console.print(Text(line, "dim"))

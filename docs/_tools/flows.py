@@ -23,9 +23,10 @@ from headway.core.engine.execution.token_sampler import TokenSampler
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, prepare
+from headway.core.select.choice import MeasuredChoice, Selection, StepChooser
 from headway.core.select.costs import CostTable
 from headway.core.select.request import BackendRequest
-from headway.core.select.selector import KernelSelector, MeasuredChoice, Selection, Selector, StepChooser
+from headway.core.select.selector import Selector
 from headway.core.system.json_files import write_bytes
 from headway.hosting.assembly import assemble
 from headway.registry.isolation import verdicts
@@ -97,7 +98,7 @@ AUTO = [
     Step("table", costs_for, "the table of this device and layer"),
     Step("table", run_kernel_level, "measured where there is none"),
     Step("table", CostTable, "times by phase, batch and lengths"),
-    Step("start", KernelSelector, "layouts and block sizes that serve all"),
+    Step("start", Selector, "layouts and block sizes that serve all"),
     Step("start", MeasuredChoice.select, "least expected cost of the workload"),
     Step("start", Selection, "what was chosen, and why"),
     Step("each step", Selector.backends_for, "phase, batch, query_len, kv_len"),

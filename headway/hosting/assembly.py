@@ -33,7 +33,7 @@ from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.kernels import check_names
-from headway.core.select.request import LayerSpecs
+from headway.core.select.request import LayerSpecs, draft_cache_dtype
 from headway.core.system.part_clock import PartClock
 from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
@@ -134,6 +134,8 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
         experts_kernel=AUTO,
         linear_kernel=AUTO,
         kv_cache_memory=memory,
+        attn_backend=args.backend_request.for_draft(),
+        kv_cache_dtype=draft_cache_dtype(args.kv_cache_dtype),
         kv_offload_size=None,
         kv_offload_dir=None,
         max_model_len=None,
@@ -179,7 +181,7 @@ def checked_registry(args: EngineArgs) -> Registry:
     config, registry = args.engine_config(), args.make_registry()
     for failure in registry.failures:
         log.warning("plugin skipped: %s", failure)
-    attention = [*config.backend_request.names, *config.attn_options]
+    attention = [*config.backend_request.names, *config.backend_request.for_draft().names, *config.attn_options]
     check_names(registry, {ATTENTION: attention, STATE: config.state_request.names}, config.kv_layout)
     if config.speculate is not None:
         registry.proposer(config.speculate)
@@ -350,7 +352,7 @@ def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
     state_costs: StateCosts = None
     states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.linear_choices
     if not config.deterministic:
-        attention = len(layers.counts) if config.backend_request.auto_phases else 0
+        attention = len(layers.counts) if layers.auto_phases(config.backend_request) else 0
         budget.expect(attention + len(states) + len(experts) + bool(products))
         with clock.part("measuring attention"):
             costs = costs_for(layers, registry, config.backend_request, table, ahead, budget)

@@ -94,7 +94,7 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
     check_named(registry, request.names, layers.cached)
     table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
     budget, products, experts = SharedBudget(table.seconds(device)), model.network.linear_choices, model.network.expert_kinds
-    budget.expect((len(layers.counts) if request.auto_phases else 0) + len(experts) + bool(products))
+    budget.expect((len(layers.counts) if layers.auto_phases(request) else 0) + len(experts) + bool(products))
     with clock.part("measuring attention"):
         costs = costs_for(layers, registry, request, table, ahead, budget)
     choose_weight_kernels(registry, products, experts, budget, clock, ahead)

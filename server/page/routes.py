@@ -33,10 +33,11 @@ _TOTALS: Final = (
 
 
 class Choices:
-    """Explains a selector's choices without affecting the choices for the engine's steps."""
+    """Explains a selector's choices without affecting the choices for the engine's steps, for the group of layers of one kind
+    that has the most layers."""
 
     def __init__(self, selector: Selector, device_type: str) -> None:
-        self.selector = selector
+        self.selector = selector.main
         self._device_type = device_type
 
     @cached_property

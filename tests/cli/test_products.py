@@ -12,10 +12,11 @@ from rich.console import Console
 
 from expert_layers import CONFIGS
 from headway.bench.kernel.products import ProductsBench
-from headway.cli.look.explain import choice_data, kernel_section, show
+from headway.cli.look.explain import choice_data, kernel_section
 from headway.core.contract.experts import ExpertsSpec
 from headway.core.contract.weights import WeightFormat
 from headway.core.select.costs import AxisTimes
+from headway.core.system.terminal import show
 from headway.kernels.experts.bound import ExpertsKind
 from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
 from headway.registry import create_registry

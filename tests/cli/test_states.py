@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from headway.core.system.json_files import write_json
 from headway.models.loader import read_layer_specs
@@ -53,6 +55,29 @@ def test_a_configuration_alone_will_do_and_says_the_same_as_data(headway: Headwa
     served = {each["name"]: each["serves"] for each in found["scan"]["candidates"]}
     assert served["torch"]
     assert all(each["reasons"] for each in found["scan"]["candidates"] if not each["serves"])
+
+
+def test_the_plan_has_a_row_for_each_kind_of_layer_and_phase(headway: Headway, tmp_path: Path) -> None:
+    transformers.Gemma3TextConfig(num_hidden_layers=4, sliding_window_pattern=4, head_dim=64).save_pretrained(tmp_path)
+    asked = ("backends", "explain", "--device", "cpu", "--model", str(tmp_path / "config.json"))
+    chosen = ("--attn-backend", "window=sdpa.math,full:decode=sdpa", "--kv-cache-dtype", "full=int8_per_token_head")
+    plan = json.loads(headway(*asked, *chosen, "--json").out)["plan"]
+    assert [(row["kind"], row["phase"]) for row in plan] == [
+        (k, p) for k in ("window", "full") for p in ("prefill", "extend", "decode")
+    ]
+    assert {(row["layers"], row["layout"], row["cache"], row["backend"], row["why"]) for row in plan[:3]} == {
+        (3, "nhd", "float32", "sdpa.math", "asked for")
+    }
+    assert [row["layout"] + row["cache"] for row in plan[3:]] == ["nhd_int8int8_per_token_head"] * 3
+    assert [row["why"] for row in plan[3:]] == ["rank order", "rank order", "asked for"]
+    text = headway(*asked, *chosen, columns=200).out
+    assert "window: decode, 1 sequence" in text
+    assert re.search(r"\nfull +decode +1 +\S+ x 64 +nhd_int8 +16 +int8_per_token_head +sdpa +asked for\n", text)
+    state = json.loads(headway(*NEXT, "--attn-backend", "state=torch", "--json").out)["plan"]
+    assert [(row["kind"], row["why"]) for row in state] == [("full", "rank order")] * 3 + [("state", "asked for")] * 2
+    assert_refused(
+        headway(*asked, "--attn-backend", "state=torch"), "a kind of layer that the model has: window, full, got 'state'"
+    )
 
 
 def test_a_model_without_states_has_none_and_excludes_a_geometry(headway: Headway) -> None:

@@ -21,10 +21,11 @@ from headway.core.contract.operation import STATE
 from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateCapabilities, StateLayout, StateSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineParts, make_engine
+from headway.core.select.choice import Selection
 from headway.core.select.costs import NO_BLOCKS, CostTable, state_shape
 from headway.core.select.kernels import StateCandidates
 from headway.core.select.request import ALL_AUTO, BackendRequest, LayerSpecs
-from headway.core.select.selector import KernelSelector, Selection
+from headway.core.select.selector import KernelSelector
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune

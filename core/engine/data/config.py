@@ -37,7 +37,10 @@ MAX_DRAFT_TOKENS = 7
 class EngineConfig:
     """Engine options, with vLLM's names. Their descriptions here are used for `LLM`'s keywords, the flags and docs/options.md."""
 
-    attn_backend: Annotated[str | BackendRequest, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
+    attn_backend: Annotated[
+        str | Mapping[str, str] | BackendRequest,
+        'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME"; for a kind of layers: "window:decode=NAME,full=NAME".',
+    ] = "auto"
     attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of attention backends: NAME -> key -> value."] = field(
         default_factory=dict
     )
@@ -48,7 +51,10 @@ class EngineConfig:
         "chat"
     )
     kv_layout: Annotated[str, "KV cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's."] = "auto"
-    kv_cache_dtype: Annotated[str, "KV cache dtype: auto (the model's), fp8_e4m3 or int8_per_token_head."] = "auto"
+    kv_cache_dtype: Annotated[
+        str | Mapping[str, str],
+        "KV cache dtype: auto (the model's), fp8_e4m3 or int8_per_token_head; for a kind of layers: full=fp8_e4m3,window=auto.",
+    ] = "auto"
     block_size: Annotated[
         int | None, "Number of tokens per KV cache block, a multiple of 8. Default: selected automatically."
     ] = None
@@ -110,12 +116,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check every option, and replace texts with parsed values. :raises ConfigError: if a value or combination is invalid."""
-        from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
-        from headway.core.select.request import BackendRequest, Workload
+        from headway.core.select.request import BackendRequest, Workload, parse_cache_dtypes  # the help needs no torch
 
         check_kinds(self)
         self._set("attn_backend", BackendRequest.parse(self.attn_backend))
         self._set("state_backend", BackendRequest.parse(self.state_backend, "state_backend"))
+        if self.backend_request.names_kind("state") and str(self.state_backend) != "auto":
+            raise ConfigError("attn_backend", "one choice for state layers", f"state_backend={self.state_backend} as well")
         options = self.attn_options
         if not isinstance(options, Mapping) or not all(isinstance(own, Mapping) for own in options.values()):
             raise ConfigError("attn_options", 'a mapping such as {"BACKEND": {"option": "value"}}', shown(options))
@@ -138,8 +145,8 @@ class EngineConfig:
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError("scheduling_policy", "fcfs or priority", repr(self.scheduling_policy))
         Workload.parse(self.workload)
-        if self.kv_cache_dtype not in ("auto", *KV_DTYPES):
-            raise ConfigError("kv_cache_dtype", f"auto or {' or '.join(KV_DTYPES)}", repr(self.kv_cache_dtype))
+        dtypes = parse_cache_dtypes(self.kv_cache_dtype)
+        self._set("kv_cache_dtype", ",".join(f"{kind}={name}" if kind else name for kind, name in dtypes.items()))
         if not 1 <= self.num_speculative_tokens <= MAX_DRAFT_TOKENS:
             need = f"a whole number from 1 to {MAX_DRAFT_TOKENS}"
             raise ConfigError("num_speculative_tokens", need, repr(self.num_speculative_tokens))
@@ -200,14 +207,14 @@ class EngineConfig:
     @property
     def backend_request(self) -> BackendRequest:
         """The parsed option `attn_backend`."""
-        assert not isinstance(self.attn_backend, str)
+        assert not isinstance(self.attn_backend, (str, Mapping))
         return self.attn_backend
 
     @property
     def state_request(self) -> BackendRequest:
-        """The parsed option `state_backend`."""
+        """The choice of backends for state layers: `state_backend`, or the kind `state` of `attn_backend`."""
         assert not isinstance(self.state_backend, str)
-        return self.state_backend
+        return self.backend_request.for_states(self.state_backend)
 
     @property
     def adapter_slots(self) -> AdapterSlots | None:

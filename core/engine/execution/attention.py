@@ -277,10 +277,14 @@ class PagedAttention:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Names of the backends that run the current step."""
-        firsts = [(part.backends[0], part.plans[0]) for part in self._parts]
-        names = [(plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in firsts]
-        return tuple(dict.fromkeys(names))
+        """Names of the backends that run the current step, one for each phase; joined if kinds of layers differ."""
+
+        def names_of(part: _Part) -> str:
+            pairs = zip(part.backends, part.plans, strict=True)
+            found = ((plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in pairs)
+            return "+".join(dict.fromkeys(found))
+
+        return tuple(dict.fromkeys(map(names_of, self._parts)))
 
     @property
     def step_kind(self) -> Hashable | None:

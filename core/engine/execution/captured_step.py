@@ -35,7 +35,7 @@ from headway.core.engine.execution.static_inputs import (
     verify_shapes,
 )
 from headway.core.sampling.sampler import Draws
-from headway.core.select.selector import NO_ATTENTION
+from headway.core.select.choice import NO_ATTENTION
 
 
 class GraphRecorder(Protocol):
@@ -344,8 +344,8 @@ def _begin_states(
 
 
 def name_of(backends: Backends) -> str:
-    """Return the name of the backend of these instances, or NO_ATTENTION if there are none."""
-    return next((backend.name for backend in backends.values()), NO_ATTENTION)
+    """Return the names of the backends of these instances, joined if kinds of layers differ. NO_ATTENTION if there are none."""
+    return "+".join(dict.fromkeys(backend.name for backend in backends.values())) or NO_ATTENTION
 
 
 class VerifyGraph(CapturedStep):

@@ -300,7 +300,7 @@ class DecodeGraphs:
 
     def __init__(self, step: ModelStep) -> None:
         self._step = step
-        self._graphs: dict[tuple[int, str], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, tuple[str, ...]], DecodeGraph] = {}
         self._size_of: list[int] = []  # Captured batch size for each number of sequences
         self._warned = False
 
@@ -329,7 +329,7 @@ class DecodeGraphs:
                 if graph is None:
                     too_large.append(size)
                 else:
-                    self._graphs[size, name] = graph
+                    self._graphs[size, _key_of(backends)] = graph
         if too_large:
             listed = ", ".join(map(str, too_large))
             log.warning("CUDA graphs: too little memory for batches of %s, which are launched kernel by kernel", listed)
@@ -344,7 +344,7 @@ class DecodeGraphs:
                 captured[-1],
                 time.perf_counter() - started,
                 (_used(device) - before) / 2**20,
-                ", ".join(sorted({name for _, name in self._graphs})),
+                ", ".join(sorted({"+".join(dict.fromkeys(names)) for _, names in self._graphs})),
             )
 
     def _explain(self, backends: Backends) -> None:
@@ -379,8 +379,13 @@ class DecodeGraphs:
             return None, f"more than {largest} sequences" if largest else "no graph was captured"
         size = self._size_of[step.num_seqs]
         fastest = backends(size)
-        graph = self._graphs.get((size, name_of(fastest)))
+        graph = self._graphs.get((size, _key_of(fastest)))
         return graph, "" if graph is not None else f"no graph of {name_of(fastest)} for {size} sequences"
+
+
+def _key_of(backends: Backends) -> tuple[str, ...]:
+    """Return the name of each spec's backend."""
+    return tuple(backend.name for backend in backends.values())
 
 
 class PrefillGraphs:

@@ -42,10 +42,11 @@ from headway.core.engine.execution.model_runner import CompilationWatch, ModelRu
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.select.choice import Selection
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import Kernels
 from headway.core.select.request import LayerSpecs, Workload
-from headway.core.select.selector import Selection, Selector
+from headway.core.select.selector import Selector, plan_text
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
@@ -196,7 +197,7 @@ class LocalExecutor:
             ranks=parts.ranks,
         )
         self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, parts.ranks)
-        _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
+        _log_setup(self.selector, self.selection, layers, layouts, self.capacity, states)
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
         """Compile all kernels that requests may need, and capture CUDA graphs if the device and the options allow it.
@@ -343,9 +344,16 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
 
 
 def _log_setup(
-    selector: Selector, selection: Selection[CacheLayout], layers: LayerSpecs, layouts: Sequence[CacheLayout], capacity: Capacity
+    selector: Selector,
+    selection: Selection[CacheLayout],
+    layers: LayerSpecs,
+    layouts: Sequence[CacheLayout],
+    capacity: Capacity,
+    states: StatePlan | None,
 ) -> None:
     log.info("attention: %s", selection)
+    rows = [*(selector.plan() if layers.cached else ()), *(() if states is None else states.selector.plan("state"))]
+    log.info("plan:\n%s", plan_text(rows))
     for spec, dense in layers.expanded.items():
         gathering = selector.gathering.get(spec)
         after = f", and long chunks after a context use {gathering.name}" if gathering is not None else ""

@@ -134,7 +134,8 @@ def cache_memory(
     :raises ConfigError: if the model exceeds this limit even without a cache.
     """
     held = _peak_bytes(model, layers, max_num_tokens, max_num_seqs)
-    workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
+    called = {id(backend): backend for by_spec in backends for backend in by_spec.values()}
+    workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for backend in called.values())
     free, total = torch.cuda.mem_get_info(layers.device)
     left = int(total * utilization) - (total - free) - held - workspace - _SPARE
     if left <= 0:

@@ -18,7 +18,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.select.kernels import Kernels
-from headway.core.select.request import AUTO, BackendRequest, LayerSpecs
+from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 
 log = logging.getLogger("headway")
@@ -47,12 +47,11 @@ def pin(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> BackendReq
     no backend is suitable, the request is returned unchanged, and the selector's error gives the reasons.
     """
     requested = config.backend_request
-    if not requested.auto_phases or not layers.cached:
+    if not layers.cached or not layers.auto_phases(requested):
         return requested
     kernels = source.of(ATTENTION)
     for name in kernels.rank(layers.cached[0], Phase.DECODE, list(kernels.entries)):
-        prefill, decode = (name if each == AUTO else each for each in (requested.prefill, requested.decode))
-        pinned = BackendRequest(prefill, decode)
+        pinned = requested.pinned(name)
         try:
             Selector(
                 source, layers, pinned, kv_layout=config.kv_layout, block_size=config.block_size, options=config.attn_options

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.contract.metadata import Phase
+from headway.core.select.choice import StepChooser
 from headway.core.select.costs import AxisTimes, CostTable, CountAxis, Sample, Shape, StepCosts
 from headway.core.select.request import PRESETS, Workload
-from headway.core.select.selector import StepChooser
 
 HERE = ("nhd", 16)
 

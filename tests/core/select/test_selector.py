@@ -21,10 +21,11 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, OperationKind
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
+from headway.core.select.choice import MeasuredChoice
 from headway.core.select.costs import CostTable, Sample, Shape
 from headway.core.select.kernels import Placement
-from headway.core.select.request import PRESETS, BackendRequest, LayerSpecs, Workload
-from headway.core.select.selector import MeasuredChoice, Selector
+from headway.core.select.request import PRESETS, BackendRequest, LayerSpecs, Workload, kinds_of
+from headway.core.select.selector import Selector
 from headway.tuning.measure.points import grid
 from tiny_bench import with_backend
 
@@ -128,10 +129,11 @@ def test_auto_takes_the_first_in_rank_that_serves_each_phase() -> None:
     assert "rank order" in str(selector.selection)
 
 
-def test_auto_needs_every_layer_to_be_served() -> None:
-    source = Source(backend("plain"), backend("windows", features=frozenset({"sliding_window"})))
+def test_auto_needs_every_layer_of_a_kind_to_be_served() -> None:
+    source = Source(backend("plain", head_dims=(32,)), backend("windows", features=frozenset({"sliding_window"})))
     assert names(select(source, "auto", spec())) == ("plain",) * 3
-    assert names(select(source, "auto", spec(), spec(sliding_window=4))) == ("windows",) * 3
+    assert names(select(source, "auto", spec(), spec(head_dim=64))) == ("windows",) * 3
+    assert names(select(source, "auto", spec(), spec(sliding_window=4))) == ("plain+windows",) * 3
 
 
 def test_a_pair_gives_each_phase_its_backend() -> None:
@@ -355,6 +357,11 @@ def test_the_choice_says_when_times_are_too_noisy_to_leave_the_first_block_size(
     assert "too noisy" not in selected(0.02)
     assert "block_size=16" in selected(0.1)
     assert "times too noisy (10%) to prefer kv_layout=nhd, block_size=256" in selected(0.1)
+    shapes = [Shape(Phase.PREFILL, 1, 64, 64), Shape(Phase.EXTEND, 1, 64, 128), Shape(Phase.DECODE, 1, 1, 128)]
+    samples = [Sample(s, "a", "nhd", size, 1.0 if size == 256 else 1.09) for s in shapes for size in (16, 256)]
+    costs = dict.fromkeys((spec(), WINDOW), CostTable(samples, 0.1, "the table"))
+    both = Selector(Source(backend("a", features=WINDOWS)), LayerSpecs([spec(), WINDOW]), costs=costs, kv_layout="nhd")
+    assert "times too noisy (10%) to prefer kv_layout=nhd, block_size=256" in str(both.selection)
 
 
 @pytest.mark.sampled(3)
@@ -477,3 +484,88 @@ def test_a_backend_that_is_causal_alone_is_refused_for_an_encoder_with_what_woul
     with pytest.raises(UnsupportedError, match="causal: needs a backend that declares non_causal") as refused:
         select(source, "causal", ENCODER)
     assert follow(source, refused.value, ENCODER).selection.names == {Phase.PREFILL: "other"}
+
+
+WINDOW = spec(sliding_window=4)
+WINDOWS = frozenset({"sliding_window"})
+
+
+def parts(selector: Selector) -> dict[str, tuple[str, str, int, str]]:
+    """Prefill's backend, layout, block size and decode's backend of each kind."""
+    chosen = {kind: each.selection for kind, each in selector.groups.items()}
+    return {
+        kind: (each.names[Phase.PREFILL], each.layout.name, each.block_size, each.names[Phase.DECODE])
+        for kind, each in chosen.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "prefill", "decode"),
+    [
+        ("window=a", "auto", "auto"),
+        ("full=a,wide:decode=b", "a", "b"),
+        ("wide=a,full=b", "a", "a"),
+        ("full:prefill=a,wide:decode=b,decode=c", "a", "b"),
+        ("full=a,full:decode=b,prefill=c", "a", "b"),
+        ("full:decode=auto,decode=c,prefill=d", "d", "auto"),
+    ],
+)
+def test_the_most_specific_kind_that_is_named_decides_for_each_phase(text: str, prefill: str, decode: str) -> None:
+    request = BackendRequest.parse(text)
+    kinds = kinds_of(spec(head_dim=512))
+    assert kinds == ("wide", "full")
+    assert request.for_layer(kinds) == BackendRequest(prefill, decode)
+    mapping = {key: name for key, _, name in (part.partition("=") for part in text.split(","))}
+    assert BackendRequest.parse(mapping) == request == BackendRequest.parse(replace(request, text="").text)
+
+
+def test_kinds_have_backends_of_their_own_in_one_layout_and_block_size() -> None:
+    source = Source(backend("a", layouts=(NHD, HND)), backend("w", layouts=(HND,), block_multiple=64, features=WINDOWS))
+    selector = select(source, "auto", spec(), WINDOW)
+    assert parts(selector) == {"full": ("a", "hnd", 64, "a"), "window": ("w", "hnd", 64, "w")}
+    made = selector.backends_for(Phase.DECODE)
+    assert {each: backend.name for each, backend in made.items()} == {spec(): "a", WINDOW: "w"}
+    assert str(selector.selection).startswith("full: prefill=a, extend=a, decode=a; kv_layout=hnd, block_size=64")
+    assert [row.kind for row in selector.plan()] == ["full"] * 3 + ["window"] * 3
+
+
+def test_kinds_without_a_common_layout_have_their_own_and_need_a_common_block_size() -> None:
+    source = Source(backend("n", layouts=(NHD,)), backend("h", layouts=(HND,), block_multiple=64, features=WINDOWS))
+    assert {each[1] for each in parts(select(source, "auto", spec(), WINDOW)).values()} == {"hnd"}
+    assert parts(select(source, "full=n", spec(), WINDOW)) == {"full": ("n", "nhd", 64, "n"), "window": ("h", "hnd", 64, "h")}
+    with pytest.raises(UnsupportedError, match="^window layers: .*block_size=16") as refused:
+        select(source, "window=h", spec(), WINDOW, block_size=16)
+    assert parts(follow(source, refused.value, spec(), WINDOW))["window"][2] == 64
+
+
+def test_kinds_choose_a_layout_by_their_common_cost() -> None:
+    """Windows gain more in hnd than full layers lose there."""
+    both = [backend(name, features=WINDOWS) for name in ("a", "b")]
+
+    def us(best: str, gain: float, name: str, layout: str) -> float:
+        return (1.0 if name == best else 3.0) * (gain if layout == "hnd" else 1.0)
+
+    costs = {
+        spec(): table(lambda name, shape, layout, size: us("a", 1.2, name, layout), "a", "b"),
+        WINDOW: table(lambda name, shape, layout, size: us("b", 0.3, name, layout), "a", "b"),
+    }
+    chosen = Selector(Source(*both), LayerSpecs([spec(), WINDOW]), costs=costs)
+    assert parts(chosen) == {"full": ("a", "hnd", 16, "a"), "window": ("b", "hnd", 16, "b")}
+    many = Selector(Source(*both), LayerSpecs([*[spec()] * 9, WINDOW]), costs=costs)
+    assert parts(many) == {"full": ("a", "nhd", 16, "a"), "window": ("b", "nhd", 16, "b")}
+    assert many.decode_us(1, 1, 64) == pytest.approx(10.0, rel=1e-3)
+
+
+def test_only_the_largest_kind_changes_its_backend_between_graphs() -> None:
+    def us(name: str, shape: Shape, layout: str, size: int) -> float:
+        return {"short": 1.0 * shape.kv_len, "long": 1000.0 + 0.1 * shape.kv_len}[name]
+
+    source = Source(*(backend(name, features=WINDOWS) for name in ("short", "long")))
+    costs = dict.fromkeys((spec(), WINDOW), table(us, "short", "long"))
+    selector = Selector(source, LayerSpecs([spec(), spec(), WINDOW]), costs=costs)
+    candidates = selector.decode_candidates(1)
+    assert len(candidates) == 2
+    found = {
+        tuple(each.name for each in selector.backends_for(Phase.DECODE, 1, 1, kv_len).values()) for kv_len in range(64, 16384, 64)
+    }
+    assert found == {tuple(each.name for each in selector.instances[name].values()) for name in candidates}

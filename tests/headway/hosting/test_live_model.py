@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Mixtral
 from graph_stub import PiecesTape
 from headway import LLM, AsyncLLM, SamplingParams
 from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.metadata import Phase
 from headway.core.engine.execution.memory import ReleasedMemory
 from headway.core.system.held_tensors import held_tensors
 from headway.hosting.assembly import DraftModel
@@ -290,8 +291,11 @@ def plain(tiny_model_folder: Path) -> list[list[list[int]]]:
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_tokens_are_those_without(tiny_model_folder: Path, tmp_path: Path, plain: list[list[list[int]]], share: float) -> None:
     draft = spoiled(tiny_model_folder, tmp_path / "draft", share)
-    llm = LLM(str(tiny_model_folder), speculative_model=str(draft), num_speculative_tokens=4, **OPTIONS)
+    asked = {"attn_backend": "full=sdpa,draft:decode=sdpa.math", "kv_cache_dtype": "draft=fp8_e4m3"} if share else {}
+    llm = LLM(str(tiny_model_folder), speculative_model=str(draft), num_speculative_tokens=4, **OPTIONS, **asked)
     assert written(llm) == plain
+    selected = llm.driver.assembly.draft.engine.selection  # type: ignore[union-attr]
+    assert selected.names[Phase.DECODE] == "sdpa.math" or not share
     counts = llm.stats().totals
     assert counts.num_accepted_tokens > 0
     assert (counts.num_accepted_tokens < counts.num_draft_tokens) or not share
@@ -320,5 +324,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tiny_model_folder: Path, tmp_p
         ConfigError, match="speculative_model: needs a model with the vocabulary of .*, 300 tokens, got .*with 320"
     ):
         LLM(str(tiny_model_folder), speculative_model=str(other), load_format="dummy", **OPTIONS)
+    with pytest.raises(ConfigError, match="attn_backend draft: needs a draft model, which has these layers, got none"):
+        LLM(str(tiny_model_folder), attn_backend="draft:decode=sdpa", **OPTIONS)
     with pytest.raises(ConfigError, match="speculative_model: needs tensor_parallel_size=1, got 2"):
         LLM(str(tiny_model_folder), speculative_model=str(other), tensor_parallel_size=2, **OPTIONS)
