@@ -26,7 +26,7 @@ from headway.tuning.measure.derive import Limits, derive, limits_between, neares
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.table.files import prior_path, read_table, shipped, table_path
-from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, KernelRecord, DeviceRates, SpecRecord
+from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, DeviceRates, KernelRecord, SpecRecord
 from tables import SPEC, a_cell, a_device, a_table
 from tiny_bench import half_of_the_rows, with_backend
 

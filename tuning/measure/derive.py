@@ -33,9 +33,9 @@ from headway.tuning.table.schema import (
     Cell,
     CrossoverTable,
     DeviceIdentity,
+    DeviceRates,
     PhaseName,
     PriorRecord,
-    DeviceRates,
     SpecRecord,
 )
 

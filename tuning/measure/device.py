@@ -17,7 +17,7 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.provenance import Origin, compiler_versions, cpu_name, installed_versions
 from headway.tuning.measure.timing import Timer
 from headway.tuning.table.noise import LEAST_DIFFERENCE
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, DeviceInfo, KernelRecord, LayerRecord, DeviceRates
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, DeviceInfo, DeviceRates, KernelRecord, LayerRecord
 
 LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
 """Distributions whose versions are recorded if installed. Versions come from package metadata; nothing is imported."""
