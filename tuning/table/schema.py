@@ -529,8 +529,7 @@ class CrossoverTable(BaseModel):
     """Name of the model, at level engine."""
     device: DeviceIdentity
     rates: DeviceRates | None = None
-    """DeviceRates of the device, with which times can be derived for another kind of GPU. None if they were not measured, and in files
-    before 2026-11-29."""
+    """Measured rates, with which times can be derived for another kind of GPU. None if unknown, as in files before 2026-11-29."""
     spec: SerializeAsAny[LayerRecord]
     graph_len: Count | None = None
     """kv_len for which decode graphs were captured. None means that no graphs were captured."""
