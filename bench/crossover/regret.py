@@ -29,7 +29,7 @@ from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry, create_registry
-from headway.tuning.measure.derive import derive, limits_between
+from headway.tuning.measure.derive import derive, is_similar, limits_between
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.kinds import GRAPH_LEN, measured_kind
 from headway.tuning.measure.measure_point import Bench, measure_point
@@ -251,6 +251,9 @@ def derived_regret(table: CrossoverTable, source: CrossoverTable, layers: int = 
     for each in (table, source):
         if each.level != "kernel":
             raise _no_choice(each, ())
+    if not is_similar(source.attention, table.attention):
+        need = f"a table for a layer that differs only in sizes from {table.spec}"
+        raise ConfigError("--derived-from", need, f"one for {source.spec}")
     known = {cell.point: Point(cell.phase, cell.batch, cell.query_len, cell.kv_len) for cell in table.cells}
     names = [record.name for record in table.kernels if record.usable]
     derived = derive(source, table.attention, list(known.values()), names, limits_between(source, table.device, table.rates))

@@ -148,7 +148,8 @@ def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--
             console.print(Text(f"  other there: {line}", "dim"), soft_wrap=True)
     fit = sum(bool(row["fits"]) for row in rows)
     counted = f"{fit} of {len(rows)} shipped tables are of this kind of device" if rows else "no table ships with this version"
-    instead = "" if fit else ": a first start measures in full"
+    derives = here.type == "cuda" and bool(rows)
+    instead = "" if fit else ": a first start derives times from them" if derives else ": a first start measures in full"
     console.print(Text(f"{here.name}: {counted}{instead}"), soft_wrap=True)
 
 

@@ -28,7 +28,7 @@ from headway.core.speculation.proposers import is_captured
 from headway.tuning.measure.points import PHASES, Point
 from headway.tuning.table.compare import differences
 from headway.tuning.table.files import Prior, TableError, read_table, shipped, stored_tables
-from headway.tuning.table.noise import mark_ties
+from headway.tuning.table.noise import MOST_DRIFT, mark_ties
 from headway.tuning.table.schema import (
     Cell,
     CrossoverTable,
@@ -109,11 +109,15 @@ def _usable(path: Path, record: SpecRecord) -> CrossoverTable | None:
         table = read_table(path)
     except TableError:  # reported when the table is needed for its own layer
         return None
-    resized = table.attention.model_copy(update={name: getattr(record, name) for name in _SIZES})
     timed = {cell.phase for cell in table.cells if cell.source == "measured" and cell.median_us is not None}
     wanted = set(PHASES[1:2] if record.dense else PHASES)
-    fits = table.level == "kernel" and not table.cut_short and not table.derived and resized.key == record.key
+    fits = table.level == "kernel" and not table.cut_short and not table.derived and is_similar(table.attention, record)
     return table if fits and wanted <= timed else None
+
+
+def is_similar(one: SpecRecord, other: SpecRecord) -> bool:
+    """Return whether two layers differ at most in sizes, so that the times of one can be derived from those of the other."""
+    return one.model_copy(update={name: getattr(other, name) for name in _SIZES}).key == other.key
 
 
 def _far(one: SpecRecord, other: SpecRecord) -> float:
@@ -176,6 +180,11 @@ def derive(
     return source.model_copy(update={"spec": record, "cells": cells, "prior": made, "complete": whole})
 
 
+def _steady_us(cell: Cell) -> float | None:
+    """Return a cell's time. If other work disturbed some of its rounds, the time of the fastest rounds is used."""
+    return cell.p20_us if cell.median_us is not None and (cell.drift or 0.0) > MOST_DRIFT else cell.median_us
+
+
 def _place(cell: Cell) -> tuple[PhaseName, int, int, int]:
     return cell.phase, cell.batch, cell.query_len, cell.kv_len
 
@@ -217,14 +226,15 @@ class _Model:
         works: dict[tuple[PhaseName, int, int, int], tuple[float, float]] = {}
         self._bytes_per_us = self._operations_per_us = 0.0
         for cell in source.cells:
-            if cell.median_us is None or cell.phase not in PHASES:
+            us = _steady_us(cell)
+            if us is None or cell.phase not in PHASES:
                 continue
             place, key = _place(cell), (cell.kernel, cell.phase)
             moved, operations = works[place] = works.get(place) or self._there.work(Point(*place))
-            self._bytes_per_us = max(self._bytes_per_us, moved / cell.median_us)
-            self._operations_per_us = max(self._operations_per_us, operations / cell.median_us)
-            if cell.median_us < shortest.get(key, (math.inf,))[0]:
-                shortest[key] = cell.median_us, place
+            self._bytes_per_us = max(self._bytes_per_us, moved / us)
+            self._operations_per_us = max(self._operations_per_us, operations / us)
+            if us < shortest.get(key, (math.inf,))[0]:
+                shortest[key] = us, place
         self._works = works
         self._floors = {key: us - self._bound(works[place], SAME) for key, (us, place) in shortest.items()}
         self._replaying = {cell.kernel for cell in source.cells if cell.graph}
@@ -245,7 +255,7 @@ class _Model:
         device: tuple[dict[Any, Leaf], dict[Any, Leaf]] = {}, {}
         host: tuple[dict[Any, Leaf], dict[Any, Leaf]] = {}, {}
         for cell in cells:
-            place, us = _place(cell), cell.median_us
+            place, us = _place(cell), _steady_us(cell)
             point = Point(*place)
             if us is None:
                 lost, plan, launch = math.inf, math.inf, math.inf
