@@ -211,7 +211,8 @@ def test_choices_by_the_times_of_another_layer_are_judged(headway: Headway, path
     write_json(table.model_copy(update={"spec": table.spec.model_copy(update={"sliding_window": 64})}), other)
     refused = headway("table", "regret", str(path), "--derived-from", str(other), columns=400)
     assert_refused(
-        refused, "--derived-from: needs a table for a layer that differs only in sizes from 4/2 heads x 32 float32, got one"
+        refused,
+        "--derived-from: needs a table of level kernel for a layer that differs only in sizes from 4/2 heads x 32 float32, got",
     )
 
 
