@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +25,8 @@ from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
-from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.derive import derived_prior
+from headway.tuning.measure.device import identify_device, rates_of
 from headway.tuning.measure.find_table import TunedLayer, find_table, log_excluded, misfits, suffices, used_table
 from headway.tuning.measure.kinds import MeasuredKind, kind_of, measured_kind
 from headway.tuning.measure.points import Point
@@ -35,7 +36,7 @@ from headway.tuning.measure.self_test import owners, plugin_digest
 from headway.tuning.measure.timing import InterleavedTimer, SharedBudget
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import Prior, TableError, read_table, table_folder, table_path
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, SpecRecord
 
 log = logging.getLogger("headway")
 
@@ -54,6 +55,11 @@ class TableRequest:
     budget: float | None = None
     """Seconds that a start may spend on measuring all kinds of layers together; 0 disables measuring. None means
     $HEADWAY_AUTOTUNE_BUDGET if it is set, else DEFAULT_BUDGET."""
+
+    @property
+    def named(self) -> bool:
+        """True if the user named a budget. A start then measures within it, even if times can be derived from another table."""
+        return self.budget is not None or bool(os.environ.get("HEADWAY_AUTOTUNE_BUDGET", "").strip())
 
     def seconds(self, device: torch.device) -> float:
         """Return the seconds that a start may spend on measuring on a device.
@@ -115,7 +121,7 @@ def costs_for(
     found: dict[Any, CostTable] = {}
     for spec in specs:
         phases = layers.phases_of(spec) if kind is ATTENTION else tuple(Phase)
-        layer = RegisteredLayer.of(registry, spec, device, available, phases, compile_ahead)
+        layer = RegisteredLayer.of(registry, spec, device, available, phases, compile_ahead, table_request.named)
         with budget.part() as seconds:
             table = layer.named(named) if only_named else find_table(layer, seconds)
         if table is None:
@@ -142,6 +148,8 @@ class RegisteredLayer(TunedLayer):
 
     measured: MeasuredKind
     compile_ahead: CompileAhead | None
+    budget_named: bool
+    """True if the user named the measuring budget."""
 
     @classmethod
     def of(
@@ -152,11 +160,12 @@ class RegisteredLayer(TunedLayer):
         kernels: Sequence[str],
         phases: Collection[Phase] = tuple(Phase),
         ahead: CompileAhead | None = None,
+        budget_named: bool = False,
     ) -> Self:
         """Return a layer with the usual points of its device in the given phases."""
         measured = measured_kind(registry, spec)
         wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in phases]
-        return cls(measured.record, device, kernels, wanted, measured, ahead)
+        return cls(measured.record, device, kernels, wanted, measured, ahead, budget_named)
 
     @property
     def registry(self) -> Registry:
@@ -166,6 +175,18 @@ class RegisteredLayer(TunedLayer):
     @cached_property
     def owners(self) -> Mapping[str, tuple[str, ...]]:
         return owners(self.registry, self.measured.kind)
+
+    def accepts_derived(self, seconds: float) -> bool:
+        """Return True for attention on a GPU, unless the user named a budget to measure in. A CPU measures in three seconds."""
+        return self.measured.kind is ATTENTION and self.device.type == "cuda" and (seconds <= 0 or not self.budget_named)
+
+    def derived(self, seconds: float) -> Prior | None:
+        if not self.accepts_derived(seconds):
+            return None
+        assert isinstance(self.record, SpecRecord)
+        spec = self.measured.spec
+        rates = partial(rates_of, spec.device, spec.dtype) if seconds > 0 else None
+        return derived_prior(self.device, self.record, self.wanted, self.owners, rates)
 
     def repaired(self, table: CrossoverTable) -> list[str]:
         failed = {record.name for record in table.kernels if record.available and record.reason}
@@ -223,7 +244,7 @@ class RegisteredLayer(TunedLayer):
             grid=wanted,
             timer=TIMER,
             budget=seconds,
-            output=path,
+            output=path if wanted else path.with_suffix(".tested"),
             resume=resume,
             interruptible=False,
             command=f"autotune {seconds:g} s",
@@ -246,6 +267,9 @@ class RegisteredLayer(TunedLayer):
             log.warning("auto: measuring a crossover table failed, %s: %s", instead, _without_option(error))
             return old
         log_excluded(self, table)
+        if not wanted:  # only the self-test
+            path.with_suffix(".tested").unlink(missing_ok=True)
+            return table
         log.info("auto: %d cells in %.1f s, saved in %s", len(table.cells), time.perf_counter() - started, path)
         if not suffices(table, replace(self, wanted=wanted)):
             log.info("auto: the time budget ended before all required points were measured; the next start continues")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from statistics import fmean
@@ -29,13 +30,16 @@ from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry, create_registry
+from headway.tuning.measure.derive import derive, is_similar, limits_between
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.kinds import GRAPH_LEN, measured_kind
 from headway.tuning.measure.measure_point import Bench, measure_point
 from headway.tuning.measure.points import Point, held_out
+from headway.tuning.measure.prior_check import as_replay
 from headway.tuning.measure.timing import InterleavedTimer, on_device
-from headway.tuning.table.convert import CORE_PHASE, to_costs
-from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, SpecRecord
+from headway.tuning.table.convert import CORE_PHASE, source_of, to_costs
+from headway.tuning.table.noise import MOST_DRIFT
+from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, SpecRecord, points
 
 _TIMER = InterleavedTimer(rounds=5)
 LAYERS = 32
@@ -235,6 +239,37 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
         if trial is not None:
             trials.append(trial)
     return _report(table, table.device, f"leave one out, {shown.where}", layers, 0, trials, [])
+
+
+def derived_regret(table: CrossoverTable, source: CrossoverTable, layers: int = LAYERS) -> RegretReport:
+    """Return the regret of choices by times derived from another layer's or GPU's table, at all points and with all layouts and
+    block sizes that a table measured. Measures nothing. Times whose rounds differ by more than a quarter do not count.
+    :raises ConfigError: if times cannot be derived from `source`.
+    """
+    if table.level != "kernel" or source.level != "kernel" or not is_similar(source.attention, table.attention):
+        need = f"a table of level kernel for a layer that differs only in sizes from {table.spec}"
+        raise ConfigError("--derived-from", need, f"one of level {source.level} for {source.spec}")
+    known = {cell.point: Point(cell.phase, cell.batch, cell.query_len, cell.kv_len) for cell in table.cells}
+    names = [record.name for record in table.kernels if record.usable]
+    derived = derive(source, table.attention, list(known.values()), names, limits_between(source, table.device, table.rates))
+    costs, registry = to_costs(derived), create_registry(load_entry_points=False)
+    replaying = {cell.kernel for cell in table.cells if cell.graph}
+    measured = points([as_replay(cell) if cell.kernel in replaying else cell for cell in table.cells])
+    trials: list[RegretTrial] = []
+    untimed: list[str] = []
+    for layout, size in (pair for pair in pairs_of(table) if pair[0] and pair[1]):
+        steps, place = StepCosts([(costs, layers)], layout or "", size or 0), f"{layout} {size}"
+        for key, cells in measured.items():
+            shape = as_run(known[key].shape, table.device.type)
+            captured = _replaying(registry, names, shape)
+            ranked = steps.ranking(shape, captured) or steps.ranking(replace(shape, captured=False), names)
+            steady = [cell for cell in cells if (cell.drift or 0.0) <= MOST_DRIFT]
+            trial = _trial(*key, ranked[0][0], _times_us(steady, layers, captured), place) if ranked else None
+            if trial is not None:
+                trials.append(trial)
+            elif ranked and any((cell.layout, cell.block_size) == (layout, size) and cell.median_us for cell in cells):
+                untimed.append(f"{' '.join(key)} {place}, choice {ranked[0][0]}: no time, or one that varied by a quarter")
+    return _report(table, table.device, source_of(derived), layers, 0, trials, untimed)
 
 
 def _report(

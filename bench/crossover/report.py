@@ -376,7 +376,7 @@ def _remarks(view: View) -> list[str]:
             "--export table.csv lists them"
         )
     if table.prior is not None:
-        num_prior = sum(cell.prior for cell in table.cells)
+        num_prior = sum(cell.source != "measured" for cell in table.cells)
         lines.append(f"{num_prior} of {len(table.cells)} cells are from the {table.prior}")
     if not table.complete:
         lines.append("incomplete: interrupted, or the budget ended; --resume continues")

@@ -19,7 +19,7 @@ from headway.tuning.table.files import read_table, table_path
 from headway.tuning.table.schema import SCHEMA, Cell, CrossoverTable
 
 _DIGITS = 4
-_UNSHIPPED = {"variant", "relative_error", "tolerance", "prior"}
+_UNSHIPPED = {"variant", "relative_error", "tolerance", "source"}
 """Fields of a cell that lookups do not read."""
 
 

@@ -468,12 +468,10 @@ def _in_words(step: Shape | Cell) -> str:
 
 
 def _row_in_words(cell: Cell, prior: PriorRecord | None) -> str:
-    time = "no time"
-    if cell.median_us is not None:
-        time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
+    time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})" if cell.median_us else "no time"
     where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
-    checked = "" if prior is None else ", prior, checked here" if prior.checked else ", prior, not checked here"
-    source = checked if cell.prior or prior is None else ", measured here"
+    checked = "not checked here" if prior is None or not prior.checked else "checked here"
+    source = "" if prior is None else ", measured here" if cell.source == "measured" else f", {cell.source}, {checked}"
     return f"nearest row of the table: {cell.phase}, {_in_words(cell)}, {cell.kernel}, {where}: {time}, {cell.status}{source}"
 
 

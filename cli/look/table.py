@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -160,7 +161,8 @@ def priors(
             console.print(Text(f"  other there: {line}", "dim"), soft_wrap=True)
     fit = sum(bool(row["fits"]) for row in rows)
     counted = f"{fit} of {len(rows)} shipped tables are of this kind of device" if rows else "no table ships with this version"
-    instead = "" if fit else ": a first start measures in full"
+    derives = here.type == "cuda" and bool(rows)
+    instead = "" if fit else ": a first start derives times from them" if derives else ": a first start measures in full"
     console.print(Text(f"{here.name}: {counted}{instead}"), soft_wrap=True)
 
 
@@ -227,6 +229,9 @@ def regret(
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also compare with every other layout and block size.")] = False,
     plugin: PluginFiles = None,
     trials: Annotated[Path | None, typer.Option(help="Use the times in this earlier --output file instead of measuring.")] = None,
+    derived_from: Annotated[
+        Path | None, typer.Option(help="Measure nothing: choose by times derived from this table of another layer or GPU.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="JSON file for the results. For several tables, a folder with one file per table."),
@@ -236,7 +241,7 @@ def regret(
 
     auto uses the table. The points to measure are drawn at random and are not in the table.
     """
-    from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
+    from headway.bench.crossover.regret import RegretReport, derived_regret, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
     from headway.core.select.request import Workload
     from headway.machine.process import set_threads
@@ -244,7 +249,7 @@ def regret(
     from headway.tuning.measure.device import resolve_device
     from headway.tuning.table.files import read_table
 
-    _check_judged(context, without, trials)
+    _check_judged(context, {"--leave-one-out": without, "--trials": trials, "--derived-from": derived_from})
     paths = files or [_found(None)]
     if trials is not None and len(paths) > 1:
         raise ConfigError("headway table regret --trials", "one table, which the times are of", f"{len(paths)} tables")
@@ -257,6 +262,8 @@ def regret(
             report = leave_one_out(known)
         elif trials is not None:
             report = judge_again(RegretReport.read(trials), known, expected)
+        elif derived_from is not None:
+            report = derived_regret(known, read_table(derived_from))
         else:
             device = resolve_device(None if known.device.type == "cuda" else known.device.type)
             if device.type == "cpu":
@@ -275,16 +282,18 @@ def regret(
         _console().print(Text(f"{len(reports)} tables, {count} points: geometric means {means}, worst {worst:.3f}", "bold"))
 
 
-def _check_judged(context: typer.Context, without: bool, trials: Path | None) -> None:
-    """:raises ConfigError: if --leave-one-out and --trials are both given, or if one of them is given with an option that it does
-    not read.
+def _check_judged(context: typer.Context, judging: Mapping[str, object]) -> None:
+    """Check the options that measure nothing. judging: option -> value.
+
+    :raises ConfigError: if several of them are given, or if one of them is given with an option that it does not read.
     """
-    if without and trials is not None:
-        raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
-    if not without and trials is None:
+    given = [option for option, value in judging.items() if value]
+    if len(given) > 1:
+        raise ConfigError("headway table regret", f"one of {', '.join(judging)}", " and ".join(given))
+    if not given:
         return
-    option = "--leave-one-out" if without else "--trials"
-    for name in ("points", "seed", "anywhere", "workload") if without else ("points", "seed"):
+    option = given[0]
+    for name in ("points", "seed") if option == "--trials" else ("points", "seed", "anywhere", "workload"):
         if on_command_line(context, name):
             raise ConfigError(
                 f"--{name}", "points that are measured", f"{option}, which measures none and does not read --{name}"

@@ -75,7 +75,7 @@ class Sample:
 
 Leaf = tuple[float, ...]
 """Logarithms of times in microseconds. Infinite if a time was not measured."""
-Axes = tuple[int, ...]
+Axes = tuple[float, ...]
 """Coordinates of a point. The axis that affects times most comes first."""
 _Node = tuple[list[float], list["_Node | Leaf"]]
 _Hat = tuple[float, float, float]
@@ -297,7 +297,7 @@ class Surface:
             known.add(axes)
             self._reaching.clear()
 
-    def at(self, axes: Sequence[int]) -> Leaf:
+    def at(self, axes: Sequence[float]) -> Leaf:
         """Return the logarithms of the times at a point. axes: coordinates of the point."""
         place = [math.log(max(value, 1)) for value in axes]
         found = _interpolate(self._node, place)
@@ -320,12 +320,12 @@ class Surface:
         return all(low < line[n] and line[n - 1] < high for (low, _, high), line, n in zip(hats, self._ends, cell, strict=True))
 
 
-def _off_lines(axes: Axes, lines: Sequence[Sequence[int]]) -> int:
+def _off_lines(axes: Axes, lines: Sequence[Sequence[float]]) -> int:
     """Return the number of axes on which a point is between two grid lines."""
     return sum(value not in line for value, line in zip(axes, lines, strict=True))
 
 
-def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
+def _hat(axes: Axes, number: int, line: Sequence[float], known: set[Axes]) -> _Hat:
     """Return the range of a point's correction along one axis. It extends to the next grid line, or to a nearer known point in
     the same row."""
     value = axes[number]
@@ -345,7 +345,7 @@ def _share(hat: _Hat, value: float) -> float:
 
 
 def _nest(rows: Sequence[tuple[Axes, Leaf]]) -> _Node:
-    groups: dict[int, list[tuple[Axes, Leaf]]] = {}
+    groups: dict[float, list[tuple[Axes, Leaf]]] = {}
     for axes, leaf in rows:
         groups.setdefault(axes[0], []).append((axes[1:], leaf))
     keys = sorted(groups)

@@ -168,7 +168,7 @@ def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway,
     wrong = headway("table", "regret", str(path), "--trials", str(path), columns=400)
     assert_refused(wrong, "needs a file that headway table regret --output wrote")
     both = headway("table", "regret", str(path), "--leave-one-out", "--trials", str(output), columns=400)
-    assert_refused(both, "needs --leave-one-out or --trials, got both")
+    assert_refused(both, "needs one of --leave-one-out, --trials, --derived-from, got --leave-one-out and --trials")
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,13 @@ def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway,
     [
         ("--leave-one-out", ("--anywhere",)),
         ("--trials", ("--seed", "2")),
+        ("--derived-from", ("--workload", "long")),
     ],
 )
 def test_an_option_for_points_that_nobody_measures_is_refused(
     headway: Headway, path: Path, way: str, words: tuple[str, ...]
 ) -> None:
-    given = (way, "r.json") if way == "--trials" else (way,)
+    given = (way,) if way == "--leave-one-out" else (way, "r.json")
     result = headway("table", "regret", str(path), *given, *words, columns=400)
     assert_refused(
         result, f"{words[0]}: needs points that are measured, got {way}, which measures none and does not read {words[0]}"
@@ -198,6 +199,21 @@ def test_a_table_that_leads_to_no_choice_says_what_it_lacks(headway: Headway, pa
     write_json(table.model_copy(update={"cells": cells, "kernels": foreign}), path)
     refused = headway("table", "regret", str(path), "--points", "1", columns=400)
     assert_refused(refused, "of backends that can run here, got times of triton on ")
+
+
+def test_choices_by_the_times_of_another_layer_are_judged(headway: Headway, path: Path, tmp_path: Path) -> None:
+    table, other = crossing(), tmp_path / "crossover-other.json"
+    write_json(table.model_copy(update={"spec": table.spec.model_copy(update={"num_heads": 2 * table.spec.num_heads})}), other)
+    result = headway("table", "regret", str(path), "--derived-from", str(other))
+    assert result.code == 0, result.err
+    assert "derived from the table for 8/2 heads x 32 float32" in result.out
+    assert "geometric mean" in result.out
+    write_json(table.model_copy(update={"spec": table.spec.model_copy(update={"sliding_window": 64})}), other)
+    refused = headway("table", "regret", str(path), "--derived-from", str(other), columns=400)
+    assert_refused(
+        refused,
+        "--derived-from: needs a table of level kernel for a layer that differs only in sizes from 4/2 heads x 32 float32, got",
+    )
 
 
 def test_a_table_of_whole_generations_is_not_judged(headway: Headway, path: Path) -> None:

@@ -287,7 +287,7 @@ def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog
     assert not kept.prior.disagreed
     doubled = [2 * us for us in to_times(before, ROW_COUNTS)["scaled_mm"] if us is not None]
     assert to_times(kept, ROW_COUNTS)["scaled_mm"] == pytest.approx(doubled)
-    assert {cell.case for cell in kept.cells if not cell.prior} == {"1", "64", "8192"}
+    assert {cell.case for cell in kept.cells if cell.source == "measured"} == {"1", "64", "8192"}
     assert kept.device.torch == torch.__version__
     runs = twice.runs
     full = Bench(COSTS)
@@ -303,10 +303,10 @@ def test_around_where_shipped_times_are_wrong_all_is_measured(
     other = Bench({**COSTS, "scaled_mm": lambda rows: 300.0})
     choose_linear_kernels([kind := other.kind(layers())], 60.0, timer=TableTimer(bench=other))
     assert kind.kernel_for(64) == "kernel n64"
-    assert "the shipped table is not used near rows 64: scaled_mm takes " in caplog.text
+    assert "the prior is not used near rows 64: scaled_mm takes " in caplog.text
     (path,) = cache.glob("*.json")
     kept = read_table(path, "linear")
-    assert not any(cell.prior for cell in kept.cells if cell.batch in (16, 32, 64, 128, 256))
+    assert not any(cell.source == "prior" for cell in kept.cells if cell.batch in (16, 32, 64, 128, 256))
     assert {cell.batch for cell in kept.cells} == set(ROW_COUNTS), "what lacks was measured"
     for count, us in zip(ROW_COUNTS, to_times(kept, ROW_COUNTS)["scaled_mm"], strict=True):
         assert us == pytest.approx(300.0), count

@@ -105,7 +105,7 @@ def test_at_a_checked_point_the_table_tells_what_was_not_tried_there(prior: Cros
     here += [a_cell(None, kernel="c", case=point.case, kv_len=point.kv_len, **given_up) for point in CHECKED]
     found = times(adopted(prior, here), 64)
     assert found.keys() == {(name, size) for name in US for size in (16, 256)}
-    assert {key for key, cell in found.items() if not cell.prior} == {("a", 16), ("b", 16)}
+    assert {key for key, cell in found.items() if cell.source == "measured"} == {("a", 16), ("b", 16)}
     assert found["c", 16].median_us == pytest.approx(US["c"](64))
 
 

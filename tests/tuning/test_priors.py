@@ -133,7 +133,7 @@ def test_a_prior_that_agrees_is_taken_scaled_and_marked(ship: Ship, start: Start
     table = kept()
     assert (len(table.prior.checked), table.prior.disagreed) == (15, [])
     assert table.prior.device_scale == dict.fromkeys(("decode", "prefill", "extend", "verify"), 1.25)
-    assert {f"{cell.phase} {cell.case}" for cell in table.cells if not cell.prior} == set(machine.measured)
+    assert {f"{cell.phase} {cell.case}" for cell in table.cells if cell.source == "measured"} == set(machine.measured)
     assert {cell.point for cell in table.cells} == {(point.phase, point.case) for point in GRID}
     assert table.complete
     for name in ("sdpa", "sdpa.math"):
@@ -167,7 +167,7 @@ def test_where_a_prior_is_wrong_its_neighbourhood_is_measured(ship: Ship, start:
     assert 0 < (machine.runs[1].budget or 0) < 10.0
     assert {cell.point for cell in table.cells} == {(point.phase, point.case) for point in GRID}
     assert us(costs, "sdpa", 4, 512) == pytest.approx(here("sdpa", Point("decode", 4, 1, 512)))
-    assert all(cell.prior for cell in table.cells if cell.point == ("prefill", "16q64"))
+    assert all(cell.source == "prior" for cell in table.cells if cell.point == ("prefill", "16q64"))
 
 
 def test_other_versions_are_named_and_checked(ship: Ship, start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +223,7 @@ def test_a_backend_that_the_prior_does_not_know_is_weighed_by_the_check(ship: Sh
     costs = start(machine, registry=with_backend("newcomer"))
     table = kept()
     at = {cell.kernel: cell for cell in by_point(table.cells)["decode", "4q1s512"]}
-    if at["sdpa"].prior:
+    if at["sdpa"].source == "prior":
         assert at["newcomer"].status == "dropped"
         assert "not in the shipped table" in at["newcomer"].reason
     assert len(machine.runs) == (2 if fast else 1)
@@ -269,7 +269,7 @@ def test_layouts_count_where_they_were_measured_here(ship: Ship, start: Start, r
     class Elsewhere(Machine):
         def __call__(self, options: CrossoverOptions, registry: Registry) -> CrossoverTable:
             table = super().__call__(options, registry)
-            cells = [cell.model_copy(update={"layout": "vllm_5d"}) for cell in table.cells if not cell.prior]
+            cells = [cell.model_copy(update={"layout": "vllm_5d"}) for cell in table.cells if cell.source == "measured"]
             table = table.model_copy(update={"cells": [*table.cells, *cells]} if not options.resume else {})
             write_json(table, options.output)
             return table
@@ -301,7 +301,7 @@ def test_points_that_the_time_did_not_reach_are_not_taken(ship: Ship, start: Sta
     start(machine)
     table = kept()
     assert {line.split()[0] for line in table.prior.disagreed} == {"extend", "verify"}
-    assert {cell.phase for cell in table.cells if cell.prior} == {"decode", "prefill"}
+    assert {cell.phase for cell in table.cells if cell.source == "prior"} == {"decode", "prefill"}
 
 
 def test_this_machine_checks_a_prior_by_real_measurements(ship: Ship, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,9 @@ def test_this_machine_checks_a_prior_by_real_measurements(ship: Ship, monkeypatc
     assert {cell.point for cell in table.cells} >= {(point.phase, point.case) for point in POINTS}
     for checked in table.prior.checked:
         rivals = by_point(table.cells)[tuple(checked.split(" "))]  # type: ignore[index]
-        assert not all(cell.prior for cell in rivals), "only backends that could not win there were left to the shipped table"
+        assert not all(cell.source == "prior" for cell in rivals), (
+            "only backends that could not win there were left to the shipped table"
+        )
 
 
 def explained(*more: str) -> str:
@@ -341,7 +343,9 @@ def test_explain_names_the_prior_and_which_row_was_measured_here(ship: Ship, sta
     assert prior["device"]["torch"] == "1.0"
     assert len(prior["checked"]) == 15
     table = kept()
-    measured = next(cell for cell in table.cells if cell.phase == "decode" and not cell.prior and cell.kernel == "sdpa")
+    measured = next(
+        cell for cell in table.cells if cell.phase == "decode" and cell.source == "measured" and cell.kernel == "sdpa"
+    )
     assert "measured here" in explained("--batch", str(measured.batch), "--len", str(measured.kv_len))
 
 

@@ -17,7 +17,7 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.provenance import Origin, compiler_versions, cpu_name, installed_versions
 from headway.tuning.measure.timing import Timer
 from headway.tuning.table.noise import LEAST_DIFFERENCE
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, DeviceInfo, KernelRecord, LayerRecord
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, DeviceInfo, DeviceRates, KernelRecord, LayerRecord
 
 LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
 """Distributions whose versions are recorded if installed. Versions come from package metadata; nothing is imported."""
@@ -114,6 +114,12 @@ def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> D
     copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
     rates = {"copy_gbps": copy_gbps, "matrix_tflops": matrix_tflops, "matrix_dtype": DTYPE_NAMES[dtype]}
     return DeviceInfo(**identify_device(device).model_dump() | rates)
+
+
+def rates_of(device: torch.device, dtype: torch.dtype) -> DeviceRates:
+    """Return the two rates of a device, measured in a dtype. The call takes about a second on a GPU."""
+    copy_gbps, matrix_tflops = measured_rates(device, dtype, Timer())
+    return DeviceRates(copy_gbps=copy_gbps, matrix_tflops=matrix_tflops)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tuple[float, float]:

@@ -72,11 +72,21 @@ class TunedLayer(ABC):
         log.info("auto: %s: found the %s%s", self.record, prior.record().made, differs)
         return prior
 
+    def accepts_derived(self, seconds: float) -> bool:
+        """Return whether times derived from another table suffice for a start. seconds: time that may be spent on measuring."""
+        return False
+
+    def derived(self, seconds: float) -> Prior | None:
+        """Return a prior whose times are derived from a table of another layer or GPU, or None if no such table exists, or if
+        `accepts_derived` is false."""
+        return None
+
     @abstractmethod
     def measure(
         self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
     ) -> CrossoverTable | None:
-        """Measure points, then store and return the table; None if nothing could be measured.
+        """Measure points, then store and return the table; None if nothing could be measured. Without points, run only the
+        self-test, and return a table without times, which is not stored.
 
         old: stored table that fits; it is returned if nothing can be measured. resume: True to complete `old`. prior: shipped
         table that the points check; only kernels that may win are then measured. None measures all kernels.
@@ -97,8 +107,13 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     seconds: time that may be spent on measuring; 0 disables measuring.
     """
     table, path = layer.stored, table_path(layer.device, layer.record)
-    repaired = layer.repaired(table) if table is not None and seconds > 0 else []
     if table is None:
+        return _first(layer, seconds)
+    repaired = layer.repaired(table) if seconds > 0 else []
+    if table.derived:
+        if layer.accepts_derived(seconds) and layer.prior is None and not repaired:
+            return used_table(layer, table, path)
+        log.info("auto: %s has only derived times and is replaced", path)
         return _first(layer, seconds)
     if seconds <= 0 or (not table.cut_short and not repaired and suffices(table, layer)):
         return used_table(layer, table, path)
@@ -183,17 +198,57 @@ def used_table(layer: TunedLayer, table: CrossoverTable, path: Path) -> Crossove
 
 
 def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
-    """Return the table of a layer that has no stored table: a shipped table that was checked, or a table measured in full."""
-    prior = layer.prior
-    if seconds <= 0:
-        missed = [] if prior is None else layer.missed(prior.unknown(layer.kernels))
-        if missed:
-            log.info("auto: the shipped table does not contain %s and is not used unchecked", ", ".join(missed))
-        return None if prior is None or missed else prior.unchecked()
+    """Return the table of a layer that has no stored table: a shipped table that was checked, a table derived from one of another
+    layer or GPU, or a table measured in full."""
+    prior = layer.prior or layer.derived(seconds)
+    if prior is not None and seconds <= 0:
+        if missed := layer.missed(prior.unknown(layer.kernels)):
+            log.info("auto: the %s does not contain %s and is not used unchecked", prior.record().made, ", ".join(missed))
+        return None if missed else prior.unchecked()
     if prior is not None:
-        return _checked(layer, prior, seconds)
+        return (_derived if prior.table.derived else _checked)(layer, prior, seconds)
+    if seconds <= 0:
+        return None
     _announce(layer, seconds, None)
     return layer.measure(layer.wanted, seconds, None, resume=False)
+
+
+def _derived(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
+    """Run the self-test of all kernels, and return the derived times of those that pass. If a kernel that passes has no derived
+    times, or the times are those of a GPU with another architecture, check the times by measuring a few points.
+
+    The table is stored, so that later starts skip the self-test.
+    """
+    record = prior.record()
+    text = "auto: times for %s are derived from the %s; headway bench crossover measures them"
+    log.warning(text, layer.record, record.made)
+    if record.differs:
+        log.info("auto: the machine that measured that table differs in %s", "; ".join(record.differs))
+    tested = layer.measure([], 0.0, None, resume=False)
+    if tested is None:
+        return None
+    usable = [each.name for each in tested.kernels if each.usable]
+    unknown = prior.unknown(usable)
+    if unknown or record.device.compute_capability != layer.device.compute_capability:
+        why = f"it does not contain {', '.join(unknown)}" if unknown else "its GPU has another architecture"
+        log.warning("auto: the derived times are checked by measuring, because %s", why)
+        return _checked(layer, prior, seconds)
+    cells = [cell for cell in prior.table.cells if cell.kernel in usable]
+    whole = {point.key for point in layer.wanted} <= {cell.point for cell in cells}
+    more = {"graph_len": prior.table.graph_len, "noise": prior.table.noise, "prior": record, "cells": cells, "complete": whole}
+    table = tested.model_copy(update=more)
+    _store(layer, table)
+    return table
+
+
+def _store(layer: TunedLayer, table: CrossoverTable) -> bool:
+    """Store a table. Return False, and log the reason, if the file cannot be written."""
+    try:
+        write_json(table, table_path(layer.device, layer.record))
+    except ConfigError as error:
+        log.warning("auto: the crossover table is not saved: %s", error)
+        return False
+    return True
 
 
 def _checked(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
@@ -204,28 +259,25 @@ def _checked(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable 
     if not asked:
         log.warning("auto: %s has no times of kernels that can run here; it is not used", prior.path.name)
         return layer.measure(wanted, seconds, None, resume=False)
-    text = "auto: checking the shipped table for %s at %d points (a few seconds); --no-autotune skips it"
-    log.warning(text, prior.table.spec, len(asked))
+    text = "auto: checking the %s for %s at %d points (a few seconds); --no-autotune skips it"
+    log.warning(text, "derived table" if prior.table.derived else "shipped table", prior.table.spec, len(asked))
     began = time.perf_counter()
     here = layer.measure(asked, seconds, None, resume=False, prior=prior)
     took = time.perf_counter() - began
     if here is None:
         return None
     table = adopt(prior, here, asked, wanted)
-    try:
-        write_json(table, table_path(layer.device, layer.record))
-    except ConfigError as error:
-        log.warning("auto: the crossover table is not saved: %s", error)
+    if not _store(layer, table):
         return table
     assert table.prior is not None
     for line in table.prior.disagreed:
-        log.info("auto: the shipped table is not used near %s", line)
+        log.info("auto: the prior is not used near %s", line)
     for line in table.prior.corrected:
-        log.info("auto: the shipped table is corrected near %s", line)
+        log.info("auto: the prior is corrected near %s", line)
     known = {cell.point for cell in table.cells}
     missing = [point for point in wanted if point.key not in known]
-    taken = len({cell.point for cell in table.cells if cell.prior})
-    log.info("auto: %d points from the shipped table, %d measured here, %d missing", taken, len(known) - taken, len(missing))
+    taken = len({cell.point for cell in table.cells if cell.source != "measured"})
+    log.info("auto: %d points from the prior, %d measured here, %d missing", taken, len(known) - taken, len(missing))
     # The missing points get their share of the budget, or the time left by the check if that is more.
     left = max(seconds * len(missing) / len(wanted), seconds - took)
     return layer.measure(missing, left, table, resume=True) if missing else table

@@ -24,7 +24,7 @@ from headway.tuning.measure.measure_point import CLEAR_LOSS
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs
 from headway.tuning.measure.workloads import Pair
-from headway.tuning.table.files import Prior
+from headway.tuning.table.files import Prior, as_adopted
 from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import COUNTED, Cell, CrossoverTable, PhaseName, PointKey, points
 
@@ -141,7 +141,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     same_graphs = prior.table.graph_len == here.graph_len
     replays = {(cell.phase, cell.kernel) for cell in here.cells if cell.graph}
     known = [cell for cell in prior.table.cells if cell.kernel in shared and (same_graphs or not cell.graph)]
-    comparable = [_as_replay(cell) if (cell.phase, cell.kernel) in replays else cell for cell in known]
+    comparable = [as_replay(cell) if (cell.phase, cell.kernel) in replays else cell for cell in known]
     scales = _Scales.of(comparable, here.cells)
     scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
     settled = _settled(here.cells, {cell.key: cell for cell in scaled})
@@ -170,7 +170,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     return here.model_copy(update=more)
 
 
-def _as_replay(cell: Cell) -> Cell:
+def as_replay(cell: Cell) -> Cell:
     """Return a verify cell as a graph replay if engines replay such a step. Tables before 2026-11-27 timed verification without a
     graph, so only the device time of such a cell is used."""
     if cell.graph or cell.phase != "verify" or not is_captured(cell.batch, cell.query_len):
@@ -200,7 +200,7 @@ class _Scales:
         return cls(device, _median_ratio(hosts))
 
     def apply(self, cell: Cell) -> Cell:
-        return _slower(cell, self.device[cell.phase], self.host).model_copy(update={"prior": True})
+        return as_adopted(_slower(cell, self.device[cell.phase], self.host))
 
 
 def _settled(cells: Sequence[Cell], expected: Mapping[tuple[object, ...], Cell]) -> list[Cell]:

@@ -18,7 +18,7 @@ from headway.core.contract.support import Reason
 from headway.core.system.json_files import write_json
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry
-from headway.tuning.measure.device import crowding, identify_device, new_table
+from headway.tuning.measure.device import crowding, identify_device, new_table, rates_of
 from headway.tuning.measure.kinds import GRAPH_LEN, MeasuredKind, measured_kind
 from headway.tuning.measure.measure_point import Bench, measure_point
 from headway.tuning.measure.points import ROUNDS, Point, midpoints
@@ -32,6 +32,9 @@ from headway.tuning.table.schema import Cell, CrossoverTable, KernelRecord, Phas
 
 BLOCK_SIZES = (16, 256)
 """Default block sizes. Every built-in backend supports one of them. Sizes in between cost about as much as the larger one."""
+_WITH_RATES = 60.0
+"""Minimum budget in seconds of a run that also measures the GPU's rates, which take about a second. With the rates, times can be
+derived for another kind of GPU."""
 _FIRST = 1
 """Highest grid level whose kernels are compiled ahead if time is limited. Kernels for later points are compiled when they are
 first needed."""
@@ -131,7 +134,7 @@ def run_kernel_level(
             raise
         table.cut_short = False
         table.busy = table.busy or crowding()
-        if table.cells and options.output is not None:  # if nothing was measured, an existing file is better
+        if (table.cells or not todo) and options.output is not None:  # if nothing could be measured, an existing file is better
             write_json(table, options.output)
     return table
 
@@ -188,7 +191,9 @@ def _begin(
         raise UnsupportedError(f"a crossover table for {options.spec}", reasons)
     graphs = bench.device.type == "cuda" and any(measured.replays(record.name) for record in records if record.usable)
     graph_len = options.graph_len if graphs else None
+    whole = bench.device.type == "cuda" and (options.budget is None or options.budget >= _WITH_RATES)
     table = new_table(measured.record, identify_device(bench.device), records, options.command, graph_len)
+    table.rates = rates_of(bench.device, measured.spec.dtype) if whole else None
     table.busy = crowding()
     return table if old is None else _resumed(table, old, options)
 
@@ -206,7 +211,7 @@ def _examined(bench: Bench, name: str, pairs: Sequence[Pair], excluded: str) -> 
 
 
 def _old_table(options: CrossoverOptions, measured: MeasuredKind) -> CrossoverTable | None:
-    """Return the table to continue, or None if there is none.
+    """Return the table to continue, or None if there is none, or if all its times are derived.
 
     :raises ConfigError: if no output file is given.
     :raises TableError: if the file cannot be read.
@@ -215,7 +220,8 @@ def _old_table(options: CrossoverOptions, measured: MeasuredKind) -> CrossoverTa
         return None
     if options.output is None:
         raise ConfigError("--resume", "the file to go on with", "none", "name it with --output")
-    return read_table(options.output, measured.kind.name) if options.output.exists() else None
+    old = read_table(options.output, measured.kind.name) if options.output.exists() else None
+    return None if old is None or old.derived else old
 
 
 def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptions) -> CrossoverTable:

@@ -60,9 +60,9 @@ def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection
     """Return remarks about a table that do not make it invalid."""
     lines = []
     if table.prior is not None:
-        taken = sum(cell.prior for cell in table.cells)
+        taken = sum(cell.source != "measured" for cell in table.cells)
         lines.append(f"{taken} of {len(table.cells)} cells are those of the {table.prior}")
-        lines += [f"the shipped table differs in {line}" for line in table.prior.differs]
+        lines += [f"that table differs in {line}" for line in table.prior.differs]
     if table.device.threads is not None and table.device.threads != device.threads:  # a GPU's table has none
         lines.append(f"measured with {table.device.threads} CPU threads, torch now uses {device.threads}")
     measured = [record.name for record in table.kernels if record.usable]

@@ -63,8 +63,8 @@ def source_of(table: CrossoverTable) -> str:
     """Return a description of the source of a table's times."""
     if table.prior is None:
         return f"{_SOURCES.get(table.kind, 'measured')} {table.date[:10]}"
-    checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
-    return f"shipped table of {table.prior.date[:10]}, {checked}"
+    prior, checked = table.prior, f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
+    return f"derived from the {prior.made}, {checked}" if prior.derived else f"shipped table of {prior.date[:10]}, {checked}"
 
 
 def to_times(table: CrossoverTable, counts: Sequence[int]) -> dict[str, list[float | None]]:

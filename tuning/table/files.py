@@ -23,7 +23,7 @@ from headway.core.system.json_files import Model, write_json
 from headway.core.system.json_text import JsonError, parse_json
 from headway.tuning.table.compare import differences
 from headway.tuning.table.old_formats import OLD_NAMES, old_path, schema_of, upgrade
-from headway.tuning.table.schema import RECORDS, SCHEMA, CrossoverTable, DeviceIdentity, LayerRecord, PriorRecord, slug
+from headway.tuning.table.schema import RECORDS, SCHEMA, Cell, CrossoverTable, DeviceIdentity, LayerRecord, PriorRecord, slug
 
 log = logging.getLogger("headway")
 
@@ -183,12 +183,19 @@ class Prior:
     def record(self) -> PriorRecord:
         """Return the record of this prior for a table that adopts times from it."""
         table = self.table
+        if table.prior is not None:  # a derived table
+            return table.prior
         return PriorRecord(device=table.device, origin=table.origin, date=table.date, differs=list(self.differs))
 
     def unchecked(self) -> CrossoverTable:
-        """Return the prior's table unchanged with every time marked as a prior's, for a start that may not measure."""
-        cells = [cell.model_copy(update={"prior": True}) for cell in self.table.cells]
+        """Return the prior's table unchanged with every time marked as not measured here, for a start that may not measure."""
+        cells = [as_adopted(cell) for cell in self.table.cells]
         return self.table.model_copy(update={"cells": cells, "prior": self.record()})
+
+
+def as_adopted(cell: Cell) -> Cell:
+    """Return a prior's cell for the table that adopts it, marked as not measured there."""
+    return cell.model_copy(update={"source": "prior"}) if cell.source == "measured" else cell
 
 
 def prior_folder() -> Path:

@@ -73,7 +73,7 @@ def _counted(data: dict[str, Any], place: Any, schema: str) -> dict[str, Any]:
     date = device.get("date") if isinstance(device, dict) else None
     cells = None  # None is rejected by the schema
     if isinstance(us, dict) and isinstance(counts, list) and all(isinstance(times, list) for times in us.values()):
-        common = {"phase": phase, "status": "ok", "prior": bool(prior)}
+        common = {"phase": phase, "status": "ok", "source": "prior" if prior else "measured"}
         cells = [
             {**common, "case": str(count), "batch": count, "kernel": name, "median_us": time}
             for name, times in us.items()

@@ -80,6 +80,17 @@ def _version(compilers: dict[str, str] | None, name: str) -> str:
     return "unknown" if compilers is None else compilers.get(name, "none")
 
 
+class DeviceRates(BaseModel):
+    """Measured rates of a device."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    copy_gbps: Annotated[FiniteFloat, Field(gt=0)]
+    """As in `DeviceInfo`."""
+    matrix_tflops: Annotated[FiniteFloat, Field(gt=0)]
+    """As in `DeviceInfo`."""
+
+
 class DeviceInfo(DeviceIdentity):
     """Device, software and measured rates. Results of two files are comparable only if all these values are equal."""
 
@@ -98,6 +109,7 @@ rows, tokens, bytes: axes of linear layers, experts and all-reduce."""
 COUNTED: Final[tuple[PhaseName, ...]] = ("rows", "tokens", "bytes")
 """Phases whose points are one number."""
 Status = Literal["ok", "tie", "oom", "unsupported", "incorrect", "error", "dropped"]
+Source = Literal["measured", "prior", "derived"]
 TIMED: Final = ("ok", "tie", "dropped")
 
 Count = Annotated[int, Field(gt=0)]
@@ -386,10 +398,19 @@ class Cell(BaseModel):
     """Host time of one layer's call. None on a CPU and in a graph."""
     between: bool = False
     """True if the point was added between grid neighbours whose fastest kernels differ."""
-    prior: bool = False
-    """True if the time comes from a shipped table, scaled by points measured here. False in files before 2026-11-26."""
+    source: Source = "measured"
+    """Where the time comes from. measured: timed on the table's device. prior: a shipped table's time, scaled by points measured
+    here. derived: computed from the times of another layer or GPU, see headway.tuning.measure.derive."""
     relative_error: Annotated[FiniteFloat, Field(ge=0)] | None = None
     tolerance: Annotated[FiniteFloat, Field(ge=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_files(cls, data: object) -> object:
+        """Read the boolean `prior`, which files before 2026-11-29 have instead of `source`."""
+        if isinstance(data, dict) and isinstance(prior := data.get("prior"), bool) and "source" not in data:
+            data = {name: value for name, value in data.items() if name != "prior"} | ({"source": "prior"} if prior else {})
+        return data
 
     @model_validator(mode="after")
     def _times_belong_to_right_answers(self) -> Self:
@@ -434,7 +455,8 @@ class Cell(BaseModel):
 
 
 class PriorRecord(BaseModel):
-    """The shipped table (prior) whose times a table has adopted."""
+    """The table whose times a table has adopted: a shipped table (prior), or a table of another layer or GPU, from whose times
+    this table's times were derived. "The shipped table" means either of them below."""
 
     model_config = _STRICT
 
@@ -456,17 +478,28 @@ class PriorRecord(BaseModel):
     """Phase -> scale factor of the shipped table's device times."""
     host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
     """Scale factor of the shipped table's host times."""
+    layer: str = ""
+    """Layer that was measured, if the times were derived from it. "" for the times of a shipped table of the same layer."""
+    limits: dict[str, Annotated[FiniteFloat, Field(gt=0)]] = {}
+    """Limit -> its value on this GPU divided by its value on the GPU that measured the table: copy, gemm, clock, sms. Empty if
+    the times were not derived from those of another kind of GPU."""
+
+    @property
+    def derived(self) -> bool:
+        """True if the times were derived from those of another layer or GPU."""
+        return bool(self.layer)
 
     @property
     def made(self) -> str:
-        """Date, device and software of the shipped table's measurement, in words."""
+        """Layer, date, device and software of the shipped table's measurement, in words."""
         driver = f"driver {self.device.driver}, " if self.device.driver else ""
         origin = f", {self.origin}" if self.origin is not None else ""
-        return f"shipped table of {self.date[:10]} ({self.device.name}, {driver}torch {self.device.torch}{origin})"
+        kind = f"table for {self.layer}" if self.derived else "shipped table"
+        return f"{kind} of {self.date[:10]} ({self.device.name}, {driver}torch {self.device.torch}{origin})"
 
     def __str__(self) -> str:
         if not self.checked:
-            return f"{self.made}, not checked here"
+            return f"{self.made}, {'derived, not measured here' if self.derived else 'not checked here'}"
         wrong = f", wrong at {len(self.disagreed)}" if self.disagreed else ""
         corrected = f", corrected around {len(self.corrected)}" if self.corrected else ""
         return f"{self.made}, checked here at {len(self.checked)} points{wrong}{corrected}"
@@ -495,6 +528,8 @@ class CrossoverTable(BaseModel):
     model: str = ""
     """Name of the model, at level engine."""
     device: DeviceIdentity
+    rates: DeviceRates | None = None
+    """Measured rates, with which times can be derived for another kind of GPU. None if unknown, as in files before 2026-11-29."""
     spec: SerializeAsAny[LayerRecord]
     graph_len: Count | None = None
     """kv_len for which decode graphs were captured. None means that no graphs were captured."""
@@ -502,8 +537,8 @@ class CrossoverTable(BaseModel):
     """Relative spread of the times. If the difference between two kernels is smaller than this, a step stays with the kernel in
     use."""
     prior: PriorRecord | None = None
-    """The shipped table that provided the cells marked `prior`. None if all cells were measured here, and in files before
-    2026-11-26."""
+    """The table that provided the cells whose source is not `measured`. None if all cells were measured here, and in files
+    before 2026-11-26."""
     kernels: list[KernelRecord]
     cells: list[Cell]
 
@@ -524,6 +559,11 @@ class CrossoverTable(BaseModel):
                 raise ValueError(f"cells.{number}: phase {cell.phase} in a table of level {self.level}")
             seen.add(cell.key)
         return self
+
+    @property
+    def derived(self) -> bool:
+        """True if all times were derived from those of another layer or GPU: nothing was measured or checked here."""
+        return self.prior is not None and self.prior.derived and not self.prior.checked
 
     @property
     def attention(self) -> SpecRecord:
