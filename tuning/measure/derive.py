@@ -43,7 +43,7 @@ log = logging.getLogger("headway")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
 """Fields in which the layer of a table may differ. Other differences, such as a window or a dtype, need other kernels."""
 _PROVED = ("head_dim", "v_head_dim")
-"""Fields in which a start accepts no difference: times derived for another head size have not been compared with measured ones."""
+"""Fields in which a start accepts no difference. Times derived for another head size were never compared with measured times."""
 _Axes = tuple[float, ...]
 _Surfaces = dict[tuple[str, PhaseName, str | None, int | None], tuple[Surface, Surface]]
 """(kernel, phase, layout, block size) -> logarithms of the inefficiency, and of plan time and host time."""
