@@ -51,7 +51,7 @@ _Surfaces = dict[tuple[str, PhaseName, str | None, int | None], tuple[Surface, S
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a GPU divided by those of the GPU that measured a table."""
+    """Limits of a GPU divided by the limits of the GPU that measured a table."""
 
     copy: float = 1.0
     """Ratio of the rates of a large copy."""
@@ -69,7 +69,7 @@ _LEAST = 1e-3
 
 
 def limits_between(there: CrossoverTable, here: DeviceIdentity, rates: DeviceRates | None) -> Limits:
-    """Return the limits of a GPU compared with those of the GPU that measured a table; all are 1 if both are of the same kind.
+    """Return the limits of a GPU divided by the limits of the GPU that measured a table; all are 1 if both are of one kind.
 
     rates: measured rates of the GPU. :raises ConfigError: if the GPUs differ, and the rates of one of them are unknown.
     """
@@ -120,7 +120,7 @@ def _usable(path: Path, record: SpecRecord) -> CrossoverTable | None:
 
 
 def is_similar(one: SpecRecord, other: SpecRecord) -> bool:
-    """Return whether two layers differ at most in sizes, so that the times of one can be derived from those of the other."""
+    """Return whether two layers differ at most in sizes, so that times of one can be derived from times of the other."""
     return one.model_copy(update={name: getattr(other, name) for name in _SIZES}).key == other.key
 
 
