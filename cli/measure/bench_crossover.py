@@ -184,12 +184,15 @@ def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
     if unknown := [name for name in chosen if name not in PHASES]:
         raise ConfigError("--phases", ", ".join(PHASES), ", ".join(map(repr, unknown)))
     narrowed = any((given.backends, given.phases, batches, lens))
+    points = grid(device.type, [phase for phase in PHASES if phase in chosen], batches, lens)
+    if not points:  # before an existing table is replaced
+        raise ConfigError(*_NO_POINT)
     return CrossoverOptions(
         spec=spec,
         backends=names_of(given.backends),
         layouts=names_of(given.layouts),
         block_sizes=block_sizes_of(given.block_sizes) or BLOCK_SIZES,
-        grid=grid(device.type, [phase for phase in PHASES if phase in chosen], batches, lens),
+        grid=points,
         refine=given.refine,
         budget=parse_seconds("--budget", given.budget),
         graph_len=given.graph_len or GRAPH_LEN,
@@ -211,6 +214,10 @@ def _refuse_other_level(level: Level, given: Mapping[str, object]) -> None:
                 raise ConfigError(flag, f"--level {other}", f"--level {level.value}, which does not read {flag}")
 
 
+_NO_POINT = "the grid", "a point that this machine's memory holds", "none", "take smaller batches or shorter inputs"
+"""Arguments of the error for a grid without points."""
+
+
 def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
     """Print a measured table and its path, and write its exports."""
     from headway.bench.crossover.export import export
@@ -221,9 +228,7 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
     if not table.cells:
         if not table.complete:
             raise typer.Exit(130)
-        raise ConfigError(
-            "the grid", "a point that this machine's memory holds", "none", "take smaller batches or shorter inputs"
-        )
+        raise ConfigError(*_NO_POINT)
     shown = view(table)
     print_view(shown, console)
     for target in exports:
