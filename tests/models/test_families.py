@@ -181,7 +181,8 @@ def verdict(pair: Pair, config: PretrainedConfig, field: str, value: Any, folder
     if not expected.isfinite().all():
         return "none"
     apart = float((found - expected).abs().max())
-    return "equal" if apart < 1e-4 else f"{apart:.2g} apart"
+    noise = float((found - expected).norm() / expected.norm())  # a few logits of some random weights amplify rounding
+    return "equal" if apart < 1e-4 or noise < 2e-5 else f"{apart:.2g} apart"
 
 
 def _refused(error: HeadwayError, field: str, value: Any, stated: str, folder: Path) -> str:

@@ -40,7 +40,7 @@ def test_a_few_points_are_near_what_was_measured() -> None:
 @pytest.mark.slow
 def test_both_halves_are_as_far_off_as_the_page_says() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "benchmarks" / "planning.md").read_text()
-    for what, points in zip(("fitting points", "judging points"), halves(POINTS), strict=True):
+    for what, points in zip(("fitting points", "evaluation points"), halves(POINTS), strict=True):
         found = errors(points, H200)
         assert f"| {what} | {len(points)} | {100 * found.median:.1f} % | {100 * found.worst:.1f} % |" in page
         assert found.median < 0.1
@@ -53,7 +53,9 @@ def test_weights_in_other_formats_are_as_far_off_as_the_page_says() -> None:
     assert {point.weights for point in points} == {"model", "fp8", "int4", "mxfp4"}
     found = errors(points, H200)
     page = (Path(__file__).resolve().parents[3] / "docs" / "benchmarks" / "planning.md").read_text()
-    words = f"of {len(points)} times per token is {100 * found.median:.1f} %, and the worst is {100 * found.worst:.0f} %"
+    words = (
+        f"of {len(points)} predicted times per token is {100 * found.median:.1f} %, and the worst is {100 * found.worst:.0f} %"
+    )
     assert words in " ".join(page.split())
     assert found.median < 0.1
     assert found.worst < 0.25

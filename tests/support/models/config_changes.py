@@ -57,14 +57,17 @@ def fields_read(config_class: type[PretrainedConfig], model_class: type) -> tupl
         if isinstance(node, ast.Attribute) and _is_config(node.value):
             found.add(node.attr)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _is_config(node.args[0]):
-            found.add(ast.literal_eval(node.args[1]))
+            found |= {name.value for name in node.args[1:2] if isinstance(name, ast.Constant)}  # else a name of a layer's own
     renamed = getattr(config_class, "attribute_map", {})
     return tuple(sorted({renamed.get(name, name) for name in found} - _WITHOUT_LOGITS))
 
 
 def changes(config: PretrainedConfig, field: str) -> Iterator[Any]:
     """Yield other values of a field, by the kind of the value that it has. Not every one makes a model."""
-    value = getattr(config, field, None)
+    try:
+        value = getattr(config, field, None)
+    except RuntimeError:  # transformers reads no single value of a field that may differ between layers
+        value = config.to_dict().get(field)
     if callable(value):
         return
     if isinstance(value, bool):
