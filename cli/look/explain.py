@@ -339,6 +339,9 @@ def explain(
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
     asked, request = Workload.parse(workload), BackendRequest.parse(attn_backend)
+    for option, draft in (("attn_backend", request.names_kind("draft")), ("kv_cache_dtype", "draft=" in kv_cache_dtype)):
+        if draft:
+            raise ConfigError(option, "kinds of the model's own layers", "draft", "an engine with a draft model logs its plan")
     selector = Selector(
         registry,
         kind,

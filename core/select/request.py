@@ -52,11 +52,14 @@ def parse_by_kind(option: str, given: object, forms: str, phases: Sequence[str] 
     :raises ConfigError: if the value is not in this format, or a kind or a phase is unknown.
     """
     if isinstance(given, Mapping):
+        for key, value in given.items():
+            if not isinstance(value, str) or not value.strip() or set(value) & {",", "="}:
+                raise ConfigError(option, "a name for each kind of layer", f"{shown(value)} for {shown(key)}")
         given = ",".join(f"{key}={value}" for key, value in given.items())
     if not isinstance(given, str):
-        raise ConfigError(option, "a text", shown(given))
+        raise ConfigError(option, "a text or a mapping", shown(given))
     text = given.strip()
-    if text and "=" not in text and "," not in text:
+    if text and "=" not in text and "," not in text and text.partition(":")[0] not in KINDS:
         return {("", ""): text}
     found: dict[tuple[str, str], str] = {}
     for part in text.split(","):
@@ -67,7 +70,9 @@ def parse_by_kind(option: str, given: object, forms: str, phases: Sequence[str] 
         if colon and phase not in phases:
             need = f"a phase: {' or '.join(phases)}" if phases else "kinds of layers without a phase"
             raise ConfigError(option, need, repr(word), "prefill includes extend, decode includes verify" if phases else "")
-        if (kind and kind not in KINDS) or not word or not value or (kind, phase) in found:
+        if (kind, phase) in found:
+            raise ConfigError(option, "each kind and phase once", repr(text))
+        if (kind and kind not in KINDS) or not word or not value:
             raise ConfigError(option, forms, repr(text))
         found[kind, phase] = value
     return found

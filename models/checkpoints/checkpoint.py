@@ -55,6 +55,8 @@ _PACKED = 8
 """Maximum number of quantized values packed into one element of a tensor."""
 _ABOVE_ZERO = {"rms_norm_eps": 1.0, "query_pre_attn_scalar": 1e6, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
 """Maximum value of each optional config.json number; the minimum is above 0."""
+_UNUSED_WITHOUT = {"vocab_size_per_layer_input": "hidden_size_per_layer_input"}
+"""Size -> size without which a model does not use it, and has no tensor of that size."""
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "num_labels")
 
 
@@ -221,6 +223,8 @@ def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
+        elif key in _UNUSED_WITHOUT and not config.get(_UNUSED_WITHOUT[key]):
+            continue
         elif _SIZE.search(key) and not _NO_SIZE.search(key) and (type(value) is int or _is_digits(value)):
             yield key, value
 

@@ -105,6 +105,14 @@ def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
     assert (code, "--api-key: needs a text that a header carries, got an empty one" in said) == (2, True)
 
 
+@pytest.mark.parametrize("option", ["--attn-backend draft=sdpa", "--kv-cache-dtype draft=fp8_e4m3"])
+def test_a_plan_without_a_draft_model_refuses_its_kind(
+    option: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, said = run(f"backends explain --geometry 8/2/64 {option}", monkeypatch, capfd)
+    assert (code, "needs kinds of the model's own layers, got draft" in said) == (2, True)
+
+
 def test_a_batch_size_over_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match="--batch-size: needs whole numbers from 1 to 1,048,576"):
         parse_sizes("--batch-size", "1,1000000000")

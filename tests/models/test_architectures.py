@@ -35,6 +35,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.kernels.step.operations import TorchOperations
+from headway.models.checkpoints.checkpoint import check_bounds
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.layers import decoder
 from headway.models.loader import LoadOptions, load_model
@@ -275,6 +276,13 @@ def test_sizes_that_contradict_the_tensors_are_named_with_both(tmp_path: Path) -
     words = r"layers\.0\.mamba\.in_proj\.weight needs shape \[248, 48\] by config.json, got \[240, 48\]"
     with pytest.raises(ModelError, match=words):
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True)
+
+
+def test_a_size_that_a_model_does_not_use_is_not_bounded_by_its_tensors() -> None:
+    sizes, shapes = {"hidden_size": 64, "vocab_size_per_layer_input": 262_144}, {"weight": (64, 64)}
+    check_bounds(Path("folder"), {"hidden_size_per_layer_input": 0, **sizes}, shapes)
+    with pytest.raises(ModelError, match="vocab_size_per_layer_input needs a whole number of at most"):
+        check_bounds(Path("folder"), {"hidden_size_per_layer_input": 8, **sizes}, shapes)
 
 
 def test_deterministic_mode_and_the_adapter_refuse_layers_with_a_state(tmp_path: Path) -> None:

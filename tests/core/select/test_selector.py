@@ -114,7 +114,7 @@ def test_parse_backend_request(text: str, prefill: str, decode: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  ", "=", ",", "a,b", "a,", "prefill=", "prefill=a,", "prefil=a", "prefill=a,b", "prefill=a,prefill=b", "extend=a"],
+    ["", "  ", "=", ",", "a,b", "a,", "prefill=", "prefill=a,", "prefil=a", "prefill=a,b", "extend=a"],
 )
 def test_any_other_text_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("auto, NAME, or prefill=NAME,decode=NAME")) as caught:
@@ -569,3 +569,21 @@ def test_only_the_largest_kind_changes_its_backend_between_graphs() -> None:
         tuple(each.name for each in selector.backends_for(Phase.DECODE, 1, 1, kv_len).values()) for kv_len in range(64, 16384, 64)
     }
     assert found == {tuple(each.name for each in selector.instances[name].values()) for name in candidates}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"window": "sdpa,full=sdpa"}, "needs a name for each kind of layer, got 'sdpa,full=sdpa' for 'window'"),
+        ({"window": None}, "needs a name for each kind of layer, got None for 'window'"),
+        (["window=sdpa"], "needs a text or a mapping"),
+        ("window=sdpa,window=sdpa.math", "needs each kind and phase once"),
+        ("prefill=a,prefill=b", "needs each kind and phase once"),
+        ("full:decode", "needs auto, NAME"),
+    ],
+    ids=str,
+)
+def test_a_request_by_kind_that_cannot_be_read(given: object, words: str) -> None:
+    with pytest.raises(ConfigError, match="attn_backend: ") as caught:
+        BackendRequest.parse(given)
+    assert words in str(caught.value)
