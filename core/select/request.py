@@ -59,7 +59,8 @@ def parse_by_kind(option: str, given: object, forms: str, phases: Sequence[str] 
     if not isinstance(given, str):
         raise ConfigError(option, "a text or a mapping", shown(given))
     text = given.strip()
-    if text and "=" not in text and "," not in text and text.partition(":")[0] not in KINDS:
+    kind, colon, _ = text.partition(":")
+    if text and not set(text) & {"=", ","} and not (colon and kind in KINDS):
         return {("", ""): text}
     found: dict[tuple[str, str], str] = {}
     for part in text.split(","):
