@@ -87,7 +87,8 @@ class EngineArgs(EngineConfig):
         "Crossover table for auto to use, or several for several kinds of layers. Default: the table of this machine.",
     ] = None
     autotune_budget: Annotated[
-        float | None, "Maximum seconds to measure backends at the first start. 0 disables it. Default: 20 on a GPU, 3 on a CPU."
+        float | None,
+        "Maximum seconds to measure at the first start. 0 disables it. Default: 20 on a GPU (0 with derived times), 3 on a CPU.",
     ] = None
     log_stats_interval: Annotated[float | None, "Seconds between statistics lines in the log. Default: no statistics."] = None
     plugins: Annotated[

@@ -245,7 +245,7 @@ def rank_costs(
     vocab, hidden = cut.vocabulary.axis.size, config.hidden_size
     products = [*_attention_products(own), *_state_products(own, cut), *_mlp_products(own)]
     plain = vocab * hidden * (1 if config.tie_word_embeddings else 2)
-    if (inputs := own.layer_inputs) is not None:  # every rank has all of them
+    if (inputs := own.layer_inputs) is not None:  # every rank has the complete tables
         size_all = inputs.num_layers * inputs.size
         plain += inputs.vocab_size * size_all
         products += [ProductShape(size_all, hidden, 1), ProductShape(2 * inputs.size, hidden, inputs.num_layers)]

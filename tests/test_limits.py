@@ -13,7 +13,7 @@ from source_trees import FOLDERS, ROOT, SOURCES, all_imports, is_kernel, nodes_o
 
 pytestmark = pytest.mark.xdist_group("structure")
 
-FILES, LINES = 511, 106_272
+FILES, LINES = 511, 106_261
 """Of the installed package; the plan is 92,000 lines. Raised once, from 510 and 103,333: docstrings became whole sentences, and
 Gemma 4, the choice by kind of layer, derived times and any head size were added."""
 BENCH_LINES, TEST_LINES = 9_039, 61_369

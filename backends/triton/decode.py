@@ -66,6 +66,11 @@ class DecodePlan:
     """Metadata to check against the cache before a launch, in debug mode. Otherwise None."""
 
     @property
+    def merges_apart(self) -> bool:
+        """True if a second launch merges partial results. Without splits, there is seldom anything to merge."""
+        return self.config.merge_launch_us > 0 and self.chunks.splits > 1
+
+    @property
     def early(self) -> bool:
         """True if the next kernel may start before decode has finished."""
         return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
@@ -223,6 +228,7 @@ class Decode:
             plan.chunks.split,
             plan.early,
             plan.ahead,
+            plan.merges_apart,
             plan.config,
         )
         known = self._constants.get(compiled_for)
@@ -257,9 +263,9 @@ class Decode:
         )
         grid = (plan.items, len(plan.chunks.table), 1)
         bound = self.launch.bind(compiled, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
-        merge = self._merge(plan, out, tensors[6], lse, compiled) if plan.config.merge_launch_us else None
+        merge = self._merge(plan, out, tensors[6], lse, compiled) if plan.merges_apart else None
         if bound is not None:
-            plan.launches[key] = with_merge(bound, merge)
+            plan.launches[key] = bound if merge is None else Launches(bound, merge)
 
     def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
         """Launch the merge of partial results, and return the bound launch. Return None if there are no partial results, or no
@@ -304,7 +310,7 @@ class Decode:
             "PAIRS": pairs and (not INTERPRETED or self._scaled),  # FP8 is unpacked by inline PTX
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 * self._num_warps(plan) // (plan.rows * self._layer.block_dv))),
-            "FAN": 0 if plan.config.merge_launch_us else FAN,
+            "FAN": 0 if plan.merges_apart else FAN,
             "STAGES": plan.config.num_stages,
             "PDL": early,
             "EARLY": plan.early,
@@ -320,17 +326,13 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class _Merged:
-    """Bound launches of attention and of the merge, for one layer."""
+class Launches:
+    """Bound launches of attention and of the merge, if any, for one layer."""
 
     kernel: Callable[..., None]
-    merge: BoundKernel
+    merge: BoundKernel | None
 
     def __call__(self, *pointers: int) -> None:
         self.kernel(*pointers)
-        self.merge(pointers[3], pointers[6])
-
-
-def with_merge(kernel: Callable[..., None], merge: BoundKernel | None) -> Callable[..., None]:
-    """Return a bound launch of attention that is followed by the merge of its partial results, if any."""
-    return kernel if merge is None else _Merged(kernel, merge)
+        if self.merge is not None:
+            self.merge(pointers[3], pointers[6])

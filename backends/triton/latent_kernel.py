@@ -9,7 +9,6 @@ arrive would need longer to merge all heads than to read its keys.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -18,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.configs import DecodeConfig, latent_config
-from headway.backends.triton.decode import Decode, DecodePlan, with_merge
+from headway.backends.triton.decode import Decode, DecodePlan, Launches
 from headway.backends.triton.layer import Addressing, KernelSetup
 from headway.backends.triton.tiles import (
     alibi_slopes,
@@ -30,7 +29,7 @@ from headway.backends.triton.tiles import (
     softmax_step,
 )
 from headway.core.contract.layout import LayerCache
-from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, launches_early
+from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, launches_early
 
 
 @triton.jit(
@@ -216,7 +215,7 @@ class LatentDecode(Decode):
         kernel = self._launch_latent.bind(compiled_for, grid, first, places, rest, constants, num_warps=plan.config.num_warps)
         merge = self._merge(plan, out, sums, lse, compiled_for)
         if kernel is not None:
-            plan.launches[key] = with_merge(_Latent(kernel), merge)
+            plan.launches[key] = Launches(lambda q, key, _value, out, _k, _v, sums: kernel(q, key, out, sums), merge)
 
     def _latent_constants(self, plan: DecodePlan, lse: bool) -> dict[str, Any]:
         shared = (
@@ -236,13 +235,3 @@ class LatentDecode(Decode):
             "STAGES": plan.config.num_stages,
             "PDL": launches_early(self._spec.device),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Latent:
-    """Bound launch of attention for one layer, called with the pointers of any decode."""
-
-    kernel: BoundKernel
-
-    def __call__(self, q: int, key: int, value: int, out: int, k: int, v: int, sums: int) -> None:
-        self.kernel(q, key, out, sums)

@@ -21,7 +21,7 @@ class Logprob:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position of a sequence, as plain data: of the token at the position, then of the most likely
+    """Log-probabilities at one position of a sequence, as plain data. First comes the token at the position, then the most likely
     tokens."""
 
     token_ids: tuple[int, ...]

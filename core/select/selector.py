@@ -480,9 +480,6 @@ class Selector:
 
     def _together(self, names: tuple[str, ...]) -> Backends:
         """Return spec -> instance of the backends with these names, one for each group."""
-        if len(names) == 1:
-            self.instances[names[0]] = next(iter(self.groups.values())).instances[names[0]]
-            return self.instances[names[0]]
         joined = _joined(names)
         if joined not in self.instances:
             pairs = zip(self.groups.values(), names, strict=True)

@@ -284,8 +284,8 @@ def _compiled(template: str) -> Any:
 def _naming_config(folder: Path) -> Any:
     """Return a configuration that is sufficient for AutoTokenizer, if tokenizer_config.json names the tokenizer's class.
 
-    Otherwise return None: transformers then imports the model's configuration class, and with it torch's distributed tensors,
-    which takes most of a second.
+    Otherwise, return None. transformers then imports the model's configuration class and torch's distributed tensors, which takes
+    most of a second.
     """
     from transformers import PreTrainedConfig
 

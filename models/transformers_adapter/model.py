@@ -36,7 +36,7 @@ class TransformersModel:
     """
 
     kv_scales: None = None
-    """Always None: an FP8 cache has scales of 1, because transformers reads no scales from a checkpoint."""
+    """Always None, since transformers reads no scales from a checkpoint. FP8 caches therefore have scales of 1."""
     expert_kinds: tuple[()] = ()
     """Always empty: transformers' experts have only one kernel."""
     linear_choices: tuple[()] = ()

@@ -134,7 +134,7 @@ def run_kernel_level(
             raise
         table.cut_short = False
         table.busy = table.busy or crowding()
-        if (table.cells or not todo) and options.output is not None:  # if nothing could be measured, an existing file is better
+        if (table.cells or not todo) and options.output is not None:  # a run that measured nothing keeps an existing file
             write_json(table, options.output)
     return table
 
