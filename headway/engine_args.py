@@ -88,7 +88,7 @@ class EngineArgs(EngineConfig):
     ] = None
     autotune_budget: Annotated[
         float | None,
-        "Maximum seconds to measure at the first start. 0 disables it. Default: 20 on a GPU (0 with derived times), 3 on a CPU.",
+        "Maximum seconds to measure at the first start. 0 disables it. Default: 20 on a GPU, 3 on a CPU, 0 with derived times.",
     ] = None
     log_stats_interval: Annotated[float | None, "Seconds between statistics lines in the log. Default: no statistics."] = None
     plugins: Annotated[
