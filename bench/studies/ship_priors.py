@@ -1,20 +1,30 @@
 """`python -m headway.bench.studies.ship_priors FILES`: convert measured tables to the format that ships with Headway.
 
 The files contain only the fields that a lookup needs, with four digits and one cell per line. The files must then be committed.
+With `--measure 16/8/128,32/8/64`, the tables of these geometries are measured first, on a GPU, and stored under the names FILES.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_bytes
+from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.registry import create_registry
+from headway.tuning.measure.kinds import measured_kind
+from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
+from headway.tuning.measure.timing import InterleavedTimer
+from headway.tuning.measure.workloads import Geometry, make_spec
 from headway.tuning.table.files import read_table, table_path
 from headway.tuning.table.schema import SCHEMA, Cell, CrossoverTable
 
@@ -61,11 +71,53 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
+_LAYOUT, _BACKENDS = "nhd", ("triton", "hopper", "hopper_decode")
+"""What a GPU's shipped tables contain: the layout that `auto` prefers, and the backends that are fastest somewhere."""
+
+
+def _options(geometry: str, output: Path) -> CrossoverOptions:
+    device = torch.device("cuda", 0)
+    return CrossoverOptions(
+        spec=make_spec(Geometry.parse(geometry), torch.bfloat16, None, device),
+        backends=_BACKENDS,
+        layouts=(_LAYOUT,),
+        timer=InterleavedTimer(rounds=3, round_ms=2.0, host_seconds=0.01, long_ms=10.0),
+        output=output,
+        command=f"ship_priors --measure {geometry}",
+        compile_ahead=compile_ahead(device),
+    )
+
+
+def compile_points(geometry: str) -> None:
+    """Compile the kernels for all points of a geometry, into the caches on disk."""
+    options, registry = _options(geometry, Path()), create_registry()
+    measured, ahead = measured_kind(registry, options.spec), options.compile_ahead
+    assert ahead is not None
+    with torch.no_grad(), ahead():
+        measured.compile(measured.grid, _BACKENDS, measured.pairs((_LAYOUT,), BLOCK_SIZES), {})
+
+
+def measure(geometries: list[str], files: list[Path]) -> None:
+    """Measure the tables of geometries on one GPU. All kernels are compiled by as many processes before the first is timed."""
+    context = multiprocessing.get_context("spawn")
+    compiling = [context.Process(target=compile_points, args=(geometry,)) for geometry in geometries]
+    for process in compiling:
+        process.start()
+    for process in compiling:
+        process.join()
+    for geometry, path in zip(geometries, files, strict=True):
+        table = run_kernel_level(_options(geometry, path), create_registry())
+        print(f"{path}: {len(table.cells)} cells, noise {table.noise:.1%}", file=sys.stderr, flush=True)
+
+
 def ship_priors(
     files: Annotated[list[Path], typer.Argument(help="Complete kernel-level tables.")],
     folder: Annotated[Path, typer.Option("--to", help="Folder of the package for the tables.")] = Path("tuning/priors"),
+    geometries: Annotated[str | None, typer.Option("--measure", help="Geometries to measure first, one for each file.")] = None,
 ) -> None:
     """Write measured tables in the format that ships with Headway."""
+    if geometries is not None:
+        measure(geometries.split(","), files)
     for path in files:
         shipped = ship(path, folder)
         print(f"{shipped}: {shipped.stat().st_size / 1024:.0f} KiB")
