@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+TUNE = ("idle", "start", "never")
+"""Words of the option `tune`: when kernels are measured for `auto`."""
+
 
 @dataclass(frozen=True)
 class EngineArgs(EngineConfig):
@@ -86,9 +89,14 @@ class EngineArgs(EngineConfig):
         str | Sequence[str] | None,
         "Crossover table for auto to use, or several for several kinds of layers. Default: the table of this machine.",
     ] = None
+    tune: Annotated[
+        str | None,
+        "When to measure kernels for auto: start (before the first request), idle (a start uses shipped or derived times, which "
+        "are checked while no request runs) or never. Default: idle on a GPU, else start.",
+    ] = None
+    tune_share: Annotated[float, "Maximum share of the idle time that tune=idle uses to measure, above 0 and at most 1."] = 0.5
     autotune_budget: Annotated[
-        float | None,
-        "Maximum seconds to measure at the first start. 0 disables it. Default: 20 on a GPU, 3 on a CPU, 0 with derived times.",
+        float | None, "Maximum seconds to measure at the first start. 0 disables it. Default: 20 on a GPU, 3 on a CPU."
     ] = None
     log_stats_interval: Annotated[float | None, "Seconds between statistics lines in the log. Default: no statistics."] = None
     plugins: Annotated[
@@ -144,6 +152,12 @@ class EngineArgs(EngineConfig):
             raise ConfigError("num_threads", f"at most {os.cpu_count()}, the machine's cores", repr(threads))
         if budget is not None and budget < 0:
             raise ConfigError("autotune_budget", "a number of seconds of at least 0", repr(budget))
+        if self.tune not in (None, *TUNE):
+            raise ConfigError("tune", " or ".join(TUNE), shown(self.tune))
+        if self.tune == "never" and budget:
+            raise ConfigError("tune=never", "autotune_budget 0, or none", repr(budget), "leave one of them out")
+        if not 0 < self.tune_share <= 1:
+            raise ConfigError("tune_share", "a number above 0 and at most 1", repr(self.tune_share))
         interval = self.log_stats_interval
         if interval is not None and interval <= 0:
             raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))

@@ -69,6 +69,19 @@ class EngineAccess(ABC):
         """Return the statistics that vLLM names, each as an object with a name and a value."""
         return metrics_of(self.stats(), self.model.name)
 
+    def tune(self, seconds: float) -> None:
+        """Measure kernels for at most this many seconds, for the steps that have run, and take faster ones. Requires tune="idle".
+
+        :raises ConfigError: if the engine was not made for it, or a request is unfinished.
+        """
+        tuner = self.driver.assembly.tuner
+        if tuner is None:
+            raise ConfigError("tune()", "tune='idle', with auto for a phase and without crossover_table", "an engine without")
+        with self.driver.lock:
+            if self.engine.has_unfinished:
+                raise ConfigError("tune()", "an engine without requests", "unfinished ones", "let them end, or abort them")
+            tuner.run(seconds)
+
     def reset_prefix_cache(self, *_: object, **__: object) -> bool:
         """Forget all cached prompts. Return True, as vLLM does."""
         with self.driver.lock:

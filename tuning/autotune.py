@@ -24,6 +24,7 @@ from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
+from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.derive import derived_prior
 from headway.tuning.measure.device import identify_device, rates_of
@@ -55,17 +56,25 @@ class TableRequest:
     budget: float | None = None
     """Seconds that a start may spend on measuring all kinds of layers together; 0 disables measuring. None means
     $HEADWAY_AUTOTUNE_BUDGET if it is set, else DEFAULT_BUDGET."""
+    tune: str | None = None
+    """The user's word: idle, start or never. None means idle on a GPU, and start on a CPU or if the user named a budget."""
 
-    @property
-    def named(self) -> bool:
-        """True if the user named a budget. A start then measures within it, even if times can be derived from another table."""
-        return self.budget is not None or bool(os.environ.get("HEADWAY_AUTOTUNE_BUDGET", "").strip())
+    def when(self, device_type: str) -> str:
+        """Return the word of the option `tune` that applies on a type of device."""
+        if self.tune is not None:
+            return self.tune
+        named = self.budget is not None or bool(os.environ.get("HEADWAY_AUTOTUNE_BUDGET", "").strip())
+        if named and not self.seconds(torch.device(device_type)):
+            return "never"
+        return "idle" if device_type == "cuda" and not named else "start"
 
     def seconds(self, device: torch.device) -> float:
         """Return the seconds that a start may spend on measuring on a device.
 
         :raises ConfigError: if the environment variable is not a number, or is negative.
         """
+        if self.tune == "never":
+            return 0.0
         text = os.environ.get("HEADWAY_AUTOTUNE_BUDGET", "").strip()
         if self.budget is not None or not text:
             return self.budget if self.budget is not None else DEFAULT_BUDGET.get(device.type, 20.0)
@@ -121,7 +130,7 @@ def costs_for(
     found: dict[Any, CostTable] = {}
     for spec in specs:
         phases = layers.phases_of(spec) if kind is ATTENTION else tuple(Phase)
-        layer = RegisteredLayer.of(registry, spec, device, available, phases, compile_ahead, table_request.named)
+        layer = RegisteredLayer.of(registry, spec, device, available, phases, compile_ahead, table_request.when(device.type))
         with budget.part() as seconds:
             table = layer.named(named) if only_named else find_table(layer, seconds)
         if table is None:
@@ -148,8 +157,8 @@ class RegisteredLayer(TunedLayer):
 
     measured: MeasuredKind
     compile_ahead: CompileAhead | None
-    budget_named: bool
-    """True if the user named the measuring budget."""
+    tune: str
+    """Word of the option `tune` that applies."""
 
     @classmethod
     def of(
@@ -160,12 +169,12 @@ class RegisteredLayer(TunedLayer):
         kernels: Sequence[str],
         phases: Collection[Phase] = tuple(Phase),
         ahead: CompileAhead | None = None,
-        budget_named: bool = False,
+        tune: str = "start",
     ) -> Self:
         """Return a layer with the usual points of its device in the given phases."""
         measured = measured_kind(registry, spec)
         wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in phases]
-        return cls(measured.record, device, kernels, wanted, measured, ahead, budget_named)
+        return cls(measured.record, device, kernels, wanted, measured, ahead, tune)
 
     @property
     def registry(self) -> Registry:
@@ -176,17 +185,22 @@ class RegisteredLayer(TunedLayer):
     def owners(self) -> Mapping[str, tuple[str, ...]]:
         return owners(self.registry, self.measured.kind)
 
-    def accepts_derived(self, seconds: float) -> bool:
-        """Return True for attention on a GPU, unless the user named a budget to measure in. A CPU measures in three seconds."""
-        return self.measured.kind is ATTENTION and self.device.type == "cuda" and (seconds <= 0 or not self.budget_named)
+    @property
+    def checks_later(self) -> bool:
+        """True for attention on a GPU, unless the user asked for measurements at the start. A CPU measures in three seconds."""
+        return self.measured.kind is ATTENTION and self.device.type == "cuda" and self.tune != "start"
 
     def derived(self, seconds: float) -> Prior | None:
-        if not self.accepts_derived(seconds):
+        if not self.checks_later:
             return None
         assert isinstance(self.record, SpecRecord)
         spec = self.measured.spec
         rates = partial(rates_of, spec.device, spec.dtype) if seconds > 0 else None
         return derived_prior(self.device, self.record, self.wanted, self.owners, rates)
+
+    def must_measure(self, names: Collection[str]) -> list[str]:
+        entries = self.registry.of(self.measured.kind).entries
+        return [name for name in names if entries[name].owner != BUILTIN_OWNER]
 
     def repaired(self, table: CrossoverTable) -> list[str]:
         failed = {record.name for record in table.kernels if record.available and record.reason}

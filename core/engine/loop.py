@@ -199,6 +199,14 @@ class EngineLoop:
         """Forget cached prompts, so that later requests recompute them. everywhere: True to also forget prompts on disk."""
         self.blocks.forget_prefixes(everywhere)
 
+    def retune(self, costs: Mapping[AttentionSpec, CostTable]) -> None:
+        """Choose attention kernels anew by these times, between two requests. Cached prompts are forgotten, because new kernels
+        are warmed up on their pages. costs: times of each distinct layer."""
+        assert not self.has_unfinished
+        self.read_launched()
+        self.blocks.forget_prefixes()
+        self.executor.retune(costs)
+
     def sleep(self, lost: Items[Tensor] = ()) -> None:
         """Free the memory of weights and cache until `wake` is called, and forget cached prompts. lost: see
         `LocalExecutor.sleep`.

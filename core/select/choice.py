@@ -43,7 +43,7 @@ class StepChooser:
 
         query_len, kv_len: lengths of each of these sequences; for unequal lengths, see `Shape.of`.
         """
-        key = (phase, batch, _rounded(query_len), _rounded(kv_len))
+        key = (phase, batch, rounded(query_len), rounded(kv_len))
         try:
             choice = self._choices[key]
         except KeyError:
@@ -117,7 +117,7 @@ class StepChooser:
         return [first] if second is None or gain(second) <= 1 + self.costs.noise else [first, second]
 
 
-def _rounded(length: int) -> int:
+def rounded(length: int) -> int:
     """Return the middle of the eighth of an octave that contains a length. Short lengths are unchanged."""
     shift = max(length.bit_length() - 4, 0)
     return ((length >> shift) << shift) + (1 << shift >> 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -23,12 +24,16 @@ from headway.core.select.choice import (
     Selection,
     StepChooser,
     doubts_of,
+    rounded,
     steady_choice,
     undecided,
 )
 from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts
 from headway.core.select.kernels import AttentionCandidates, B, Candidates, Kernels, L, Placement, S
 from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload
+
+StepKey = tuple[Phase, int, int, int]
+"""(phase, batch, query_len, kv_len)."""
 
 
 class Rated(NamedTuple):
@@ -78,10 +83,14 @@ class KernelGroup(Generic[S, B, L]):
         """costs: measured times of each distinct layer. None if there are none."""
         self._able = candidates
         self._request = request
-        self._parts = [(costs[spec], count) for spec, count in candidates.counts.items()] if costs else []
+        self._chooser: StepChooser | None = None
+        self.know(costs)
+
+    def know(self, costs: Mapping[S, CostTable] | None) -> None:
+        """Set the measured times for the next `settle`. costs: as in the constructor."""
+        self._parts = [(costs[spec], count) for spec, count in self._able.counts.items()] if costs else []
         self._failed = {name: why for table, _ in self._parts for name, why in table.excluded.items()}
         """Kernel excluded from selection, for example by a failed self-test -> reason."""
-        self._chooser: StepChooser | None = None
 
     def settle(self, workload: Workload, places: Sequence[Placement[L]] | None = None) -> Selection[L]:
         """Choose among placements, by default among all that the user's options allow, and return the choice.
@@ -306,6 +315,22 @@ class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
         shape = Shape(Phase.DECODE, batch, query_len, kv_len)
         return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
 
+    def compare(self, costs: Mapping[AttentionSpec, CostTable], steps: Mapping[StepKey, int]) -> tuple[float, float]:
+        """Return the microseconds that steps take by these times, with the current choices and with the fastest backends.
+
+        steps: (phase, batch, query_len, kv_len) -> number of steps.
+        """
+        place, now, then = self.selection.place, 0.0, 0.0
+        step_costs = StepCosts([(costs[spec], n) for spec, n in self._able.counts.items()], place.layout.name, place.block_size)
+        for step, count in steps.items():
+            names = self._supported(self._request, step[0], place) if step[0] in self._able.specs else ()
+            times = dict(step_costs.ranking(Shape(*step), names))
+            if times:
+                least = min(times.values())
+                now += count * times.get(self.name_for(*step), least)
+                then += count * least
+        return now, then
+
     def forget(self) -> None:
         """Reset each phase's current backend, after warm-up steps."""
         if self._chooser is not None:
@@ -342,6 +367,9 @@ class Selector:
         :raises HeadwayError: if a name is unknown or the request is not supported, with all reasons.
         """
         requests = layers.requests(request)
+        self._workload = workload
+        self.steps: Counter[StepKey] = Counter()
+        """(phase, batch, query_len, kv_len) -> number of steps that ran, with lengths rounded to an eighth of an octave."""
 
         def group(kind: str, part: LayerSpecs) -> AttentionGroup:
             named = kv_layout  # a latent layer's cache needs another layout than the cache of ordinary layers
@@ -367,6 +395,12 @@ class Selector:
                 raise UnsupportedError(
                     error.asked, error.reasons, self._fix(source, layers, request, options, bool(block_size) or kv_layout != AUTO)
                 ) from None
+        self.gathering: dict[AttentionSpec, AttentionBackend] = {}
+        """Spec of a latent layer's cache -> see `AttentionGroup.gathering`."""
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the instances of all backends that may be called, once every group is settled."""
         for each in self.groups.values():
             each.prepare()
         self.main = max(self.groups.values(), key=lambda each: each.layers)
@@ -379,8 +413,35 @@ class Selector:
         for phase in self.selection.names:
             for names in self._combinations(phase):
                 self._together(names)
-        self.gathering = {spec: backend for each in self.groups.values() for spec, backend in each.gathering.items()}
-        """Spec of a latent layer's cache -> see `AttentionGroup.gathering`."""
+        self.gathering |= {spec: backend for each in self.groups.values() for spec, backend in each.gathering.items()}
+
+    def renew(self, costs: Mapping[AttentionSpec, CostTable]) -> None:
+        """Choose the backends anew by other times, with the same layouts and block size. costs: as in the constructor."""
+        for each in self.groups.values():
+            each.know(costs)
+            each.settle(self._workload, [each.selection.place])
+        self.instances.clear()
+        self.gathering.clear()
+        self._prepare()
+
+    def count(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> None:
+        """Count a step's sequences of one phase; see `steps`. For unequal lengths, see `Shape.of`."""
+        self.steps[phase, batch, rounded(query_len), rounded(kv_len)] += 1
+
+    def compare(self, costs: Mapping[AttentionSpec, CostTable]) -> tuple[float, float]:
+        """Return the microseconds that the counted steps take by these times, with the current choices and with the fastest
+        backends."""
+        found = [each.compare(costs, self.steps) for each in self.groups.values()]
+        return sum(now for now, _ in found), sum(then for _, then in found)
+
+    def step_us(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> float:
+        """Return the attention time of a step with the fastest backends in microseconds; 1 for each group without times."""
+        shape = Shape(phase, batch, query_len, kv_len)
+        costs = [
+            (each.all_costs, each.selection.all_for(phase)) for each in self.groups.values() if phase in each.selection.names
+        ]
+        ranked = [found.ranking(shape, names) if found is not None else [] for found, names in costs]
+        return sum(each[0][1] if each else 1.0 for each in ranked)
 
     def _choose_places(self, workload: Workload) -> tuple[Sequence[Placement[CacheLayout]], str]:
         """Return the placement of each group, with one block size: the least expected cost over all groups. Also return a remark
@@ -516,7 +577,8 @@ class Selector:
         return sum(each.decode_us(batch, query_len, kv_len) for each in self.groups.values())
 
     def forget(self) -> None:
-        """Reset each phase's current backend, after warm-up steps."""
+        """Reset each phase's current backend and the counted steps, after warm-up steps."""
+        self.steps.clear()
         for each in self.groups.values():
             each.forget()
 

@@ -64,6 +64,8 @@ class Child:
         """Start the process. :raises OSError: if it cannot be started."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by stop)
         self._rest = b""
+        self._held_since: float | None = None
+        self._held_seconds = 0.0
         try:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 command,
@@ -88,6 +90,21 @@ class Child:
         self.send(request)
         return self.answer(timeout)
 
+    def hold(self, held: bool) -> None:
+        """Stop the process and its descendants where they are, or let them continue. Time limits do not count while they are
+        held."""
+        if held is (self._held_since is not None):
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGSTOP if held else signal.SIGCONT)
+        now = time.monotonic()
+        self._held_seconds += 0.0 if self._held_since is None else now - self._held_since
+        self._held_since = now if held else None
+
+    def _now(self) -> float:
+        """Return a clock in seconds that stands still while the process is held."""
+        return (self._held_since or time.monotonic()) - self._held_seconds
+
     def send(self, request: object) -> None:
         """Write a request. If the process has ended, no error is raised until `answer` is called."""
         assert self.process.stdin is not None
@@ -100,7 +117,7 @@ class Child:
 
         :raises ChildDied: if the process has ended, or has not answered within `timeout` seconds. The process is then stopped.
         """
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        until = math.inf if timeout is None else self._now() + timeout
         while True:
             try:
                 line = self._line(until)
@@ -150,8 +167,10 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._rest:
-                if not selector.select(None if until == math.inf else max(0.0, until - time.monotonic())):
-                    raise TimeoutError
+                if not selector.select(None if until == math.inf else max(0.0, until - self._now())):
+                    if self._now() >= until:
+                        raise TimeoutError
+                    continue
                 chunk = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not chunk:
                     raise EOFError

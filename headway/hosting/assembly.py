@@ -43,9 +43,10 @@ from headway.machine.process import bound_kernel_caches, freeze_heap, set_thread
 from headway.models.loader import LoadedModel
 from headway.registry import Registry
 from headway.requests.validation import RequestRules, processor_class
-from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.autotune import RegisteredLayer, TableRequest, costs_for
+from headway.tuning.idle import IdleTuner
 from headway.tuning.measure.all_reduce import choose_all_reduce
-from headway.tuning.measure.device import resolve_device
+from headway.tuning.measure.device import identify_device, resolve_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.linear import choose_linear_kernels
 from headway.tuning.measure.self_test import check_named
@@ -169,6 +170,8 @@ class Assembly(NamedTuple):
     """Value of the option worker_extension_cls."""
     draft: Assembly | None = None
     """Draft model and its engine. None without a draft model."""
+    tuner: IdleTuner | None = None
+    """Measures kernels while the engine is idle. None if the options do not ask for it."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
@@ -247,7 +250,8 @@ class _Start:
     @cached_property
     def table(self) -> TableRequest:
         """Request for the crossover tables of `auto`, with the measuring budget."""
-        return TableRequest([Path(path) for path in self.args.crossover_table or ()], self.args.autotune_budget)
+        paths = [Path(path) for path in self.args.crossover_table or ()]
+        return TableRequest(paths, self.args.autotune_budget, self.args.tune)
 
     @cached_property
     def budget(self) -> SharedBudget:
@@ -296,7 +300,25 @@ def _assemble(start: _Start) -> Assembly:
         settings=settings,
         worker_extension=args.worker_extension_cls,
         draft=draft,
+        tuner=_tuner(start, loaded.layers, engine),
     )
+
+
+def _tuner(start: _Start, layers: LayerSpecs, engine: EngineLoop) -> IdleTuner | None:
+    """Return the tuner for the idle time of an engine, or None if nothing is to be measured then."""
+    table, config, registry = start.table, start.config, start.registry
+    if (
+        table.when(start.device.type) != "idle"
+        or table.paths
+        or config.deterministic
+        or not layers.auto_phases(config.backend_request)
+    ):
+        return None
+    device, able = identify_device(start.device), registry.able(start.device)
+    found = {
+        spec: RegisteredLayer.of(registry, spec, device, able, layers.phases_of(spec), tune="idle") for spec in layers.counts
+    }
+    return IdleTuner(engine, found, start.args.tune_share, take=start.ranks.size == 1)
 
 
 def _load(start: _Start) -> _Loaded:

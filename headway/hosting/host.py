@@ -178,6 +178,7 @@ class EngineThread(EngineHost):
         self.validator = driver.validator
         self.names = driver.names
         self.facts = EngineFacts.of(driver)
+        self._tuner = driver.assembly.tuner if owned else None
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._guard = Lock()  # Protects `error`, so that no task is queued after the last one was taken
         self._began: float | None = None  # Start of the current step; None if the thread waits for work
@@ -229,6 +230,8 @@ class EngineThread(EngineHost):
                 self.error = EngineDeadError("the engine was shut down")
                 self._calls.put(None)
         self._concurrent.shutdown(wait=False, cancel_futures=True)
+        if self._tuner is not None:
+            self._tuner.close()
         if current_thread() is not self.thread:
             self.thread.join()
             if self._owned:
@@ -252,6 +255,8 @@ class EngineThread(EngineHost):
                     if stopped:
                         return
                     if engine.has_unfinished:
+                        if self._tuner is not None:
+                            self._tuner.busy()
                         driver.step()
                     busy = engine.has_unfinished
         except BaseException as fault:  # any fault, because clients wait for this thread
@@ -263,17 +268,26 @@ class EngineThread(EngineHost):
         idle = _IDLE if self.driver.on_cpu else None
         while True:
             try:
-                call = self._calls.get(block=wait, timeout=idle)
+                pauses = [each for each in (idle, self._tune() if wait else None) if each is not None]
+                call = self._calls.get(block=wait, timeout=min(pauses, default=None))
             except Empty:
                 if not wait:
                     return calls, False
-                trim_memory()
-                idle = None
+                if idle is not None:
+                    trim_memory()
+                    idle = None
                 continue
             if call is None:
                 return calls, True
             calls.append(call)
             wait = False
+
+    def _tune(self) -> float | None:
+        """Measure kernels while no request runs. Return the seconds until this must be called again, or None for never."""
+        if self._tuner is None or self.driver.engine.has_unfinished or self.driver.engine.asleep:
+            return None
+        with self.driver.lock:
+            return self._tuner.idle()
 
     def _lost(self, fault: ExecutorLostError) -> None:
         """End the host. Called from a different thread when the engine can run no more steps; the engine's own thread may be

@@ -117,7 +117,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     registry, device = args.make_registry(), torch.device(start.device)
     config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)
-    budget = 0.0 if config.deterministic else TableRequest(budget=args.autotune_budget).seconds(device)
+    budget = 0.0 if config.deterministic else TableRequest(budget=args.autotune_budget, tune=args.tune).seconds(device)
     choose_all_reduce(start.ranks, registry.all_reduce, budget)
     decoder = load_part(args, registry, device, start.ranks).decoder
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)

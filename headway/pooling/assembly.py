@@ -92,7 +92,7 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
     model = replace(model, max_length=_max_length(args.max_model_len, model))
     layers = LayerSpecs(list(model.network.attention_specs))
     check_named(registry, request.names, layers.cached)
-    table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
+    table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget, args.tune)
     budget, products, experts = SharedBudget(table.seconds(device)), model.network.linear_choices, model.network.expert_kinds
     budget.expect((len(layers.counts) if layers.auto_phases(request) else 0) + len(experts) + bool(products))
     with clock.part("measuring attention"):

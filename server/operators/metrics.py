@@ -169,6 +169,12 @@ class Metrics:
         yield self._labels.gauge("vllm:cache_config_info", "Sizes of the KV cache.", [(sizes, 1)], "block_size", "num_gpu_blocks")
         for name, (text, field) in COUNTERS.items():
             yield self._labels.counter(f"vllm:{name}", text, [((), getattr(now.totals, field))])
+        for name, text, value in (
+            ("tuned_points", "Points measured while the engine was idle.", now.totals.tuned_points),
+            ("tuning_changes", "Times that the engine took other kernels after it.", now.totals.tuning_changes),
+            ("tuning_saved_seconds", "Attention time that these would have saved before.", now.totals.tuning_saved_seconds),
+        ):
+            yield self._labels.counter(f"headway:{name}", text, [((), value)])
         yield self._step_tokens(now.totals)
         yield from self._steps(now.totals)
 

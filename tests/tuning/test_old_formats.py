@@ -38,8 +38,10 @@ app = make_app()
 CHOICES = {
     "tuning/priors/nvidia-h100-80gb-hbm3-attention-16-8-128-bfloat16-00044f95.json": "77b4a0a4df418871",
     "tuning/priors/nvidia-h100-80gb-hbm3-attention-32-8-128-bfloat16-a911acb1.json": "5e5117ab99d61120",
-    "tuning/priors/nvidia-h200-attention-16-8-128-bfloat16-3c8e9863.json": "53eda57807a9eb6e",
-    "tuning/priors/nvidia-h200-attention-32-8-128-bfloat16-04f62456.json": "2307731a7bf48093",
+    "tuning/priors/nvidia-h200-attention-16-8-128-bfloat16-3c8e9863.json": "45a5921fa4520d64",
+    "tuning/priors/nvidia-h200-attention-16-8-256-bfloat16-2f0ec73a.json": "1e28b4ea3d28b6b3",
+    "tuning/priors/nvidia-h200-attention-32-8-128-bfloat16-04f62456.json": "ddf400d561ec384f",
+    "tuning/priors/nvidia-h200-attention-32-8-64-bfloat16-86454548.json": "cc14010baf047dda",
     "bench/results/h200/crossover-16-8-128.json": "f1bcfecc220cd09e",
     "bench/results/h200/crossover-32-8-128.json": "6b0f5515b951a937",
     "bench/results/cpu/crossover.json": "56b9cf2b1c2bf033",

@@ -11,7 +11,7 @@ import base64
 import logging
 import pickle
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,10 +56,12 @@ def can_measure_in_child(registry: Registry, names: Collection[str], kind: Opera
     return brought <= third_party_files(registry, names, kind).keys()
 
 
-def measure_in_child(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
+def measure_in_child(
+    options: CrossoverOptions, registry: Registry, started: Callable[[Child], None] = lambda child: None
+) -> CrossoverTable:
     """Run a measurement in a child process. After each crash, start a new child without the backends at fault.
 
-    options: must contain the names of the backends and the path of the table.
+    options: must contain the names of the backends and the path of the table. started: function called with each child.
 
     :raises HeadwayError: if the measurement raises one, or if the child ends and no backend is at fault.
     """
@@ -77,6 +79,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
         at, point, child = "", "its self-test", None
         try:
             with Child(python_command(CHILD)) as child:
+                started(child)
                 message = {
                     "options": base64.b64encode(pickle.dumps(options)).decode(),
                     "threads": torch.get_num_threads(),

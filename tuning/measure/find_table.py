@@ -19,7 +19,7 @@ from headway.tuning.measure.points import Point
 from headway.tuning.measure.prior_check import adopt, check_points
 from headway.tuning.measure.timing import MOST_COMPILING
 from headway.tuning.table.compare import differences, remarks
-from headway.tuning.table.files import Prior, TableError, find_prior, stored_table, table_path
+from headway.tuning.table.files import Prior, TableError, as_adopted, find_prior, stored_table, table_path
 from headway.tuning.table.schema import CRASHED, FAILED, HUNG, CountedRecord, CrossoverTable, DeviceIdentity, LayerRecord, points
 
 log = logging.getLogger("headway")
@@ -72,14 +72,20 @@ class TunedLayer(ABC):
         log.info("auto: %s: found the %s%s", self.record, prior.record().made, differs)
         return prior
 
-    def accepts_derived(self, seconds: float) -> bool:
-        """Return whether times derived from another table suffice for a start. seconds: time that may be spent on measuring."""
+    @property
+    def checks_later(self) -> bool:
+        """True if a start uses shipped or derived times unchecked: they are checked while the engine is idle, or never."""
         return False
 
     def derived(self, seconds: float) -> Prior | None:
         """Return a prior whose times are derived from a table of another layer or GPU, or None if no such table exists, or if
-        `accepts_derived` is false."""
+        `checks_later` is false. seconds: time that may be spent on measuring; without it, nothing of another GPU is used."""
         return None
+
+    def must_measure(self, names: Collection[str]) -> list[str]:
+        """Return the kernels of `names`, without times in a prior, for which a start measures all the same: those that the user
+        has installed."""
+        return list(names)
 
     @abstractmethod
     def measure(
@@ -110,12 +116,10 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     if table is None:
         return _first(layer, seconds)
     repaired = layer.repaired(table) if seconds > 0 else []
-    if table.derived:
-        if layer.accepts_derived(seconds) and layer.prior is None and not repaired:
-            return used_table(layer, table, path)
+    if table.derived and (layer.prior is not None or not layer.checks_later):
         log.info("auto: %s has only derived times and is replaced", path)
         return _first(layer, seconds)
-    if seconds <= 0 or (not table.cut_short and not repaired and suffices(table, layer)):
+    if seconds <= 0 or (layer.checks_later and not repaired) or (not table.cut_short and not repaired and suffices(table, layer)):
         return used_table(layer, table, path)
     if repaired:
         text = "crossover table %s: %s failed in it, and its plugin's files have changed; measuring again"
@@ -206,34 +210,32 @@ def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
             log.info("auto: the %s does not contain %s and is not used unchecked", prior.record().made, ", ".join(missed))
         return None if missed else prior.unchecked()
     if prior is not None:
-        return (_derived if prior.table.derived else _checked)(layer, prior, seconds)
+        return (_tested if layer.checks_later else _checked)(layer, prior, seconds)
     if seconds <= 0:
         return None
     _announce(layer, seconds, None)
     return layer.measure(layer.wanted, seconds, None, resume=False)
 
 
-def _derived(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
-    """Run the self-test of all kernels, and return the derived times of those that pass. If a kernel that passes has no derived
-    times, or the times are those of a GPU with another architecture, check the times by measuring a few points.
+def _tested(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
+    """Run the self-test of all kernels, and return the prior's times of those that pass. If a kernel that the user installed
+    passes and has no times, check the prior by measuring a few points.
 
     The table is stored, so that later starts skip the self-test.
     """
     record = prior.record()
-    text = "auto: times for %s are derived from the %s; headway bench crossover measures them"
-    log.warning(text, layer.record, record.made)
-    if record.differs:
+    word = "derived from" if record.derived else "those of"
+    log.info("auto: times for %s are %s the %s; they are checked while the engine is idle", layer.record, word, record.made)
+    if record.derived and record.differs:
         log.info("auto: the machine that measured that table differs in %s", "; ".join(record.differs))
     tested = layer.measure([], 0.0, None, resume=False)
     if tested is None:
         return None
     usable = [each.name for each in tested.kernels if each.usable]
-    unknown = prior.unknown(usable)
-    if unknown or record.device.compute_capability != layer.device.compute_capability:
-        why = f"it does not contain {', '.join(unknown)}" if unknown else "its GPU has another architecture"
-        log.warning("auto: the derived times are checked by measuring, because %s", why)
+    if unknown := layer.must_measure(prior.unknown(usable)):
+        log.warning("auto: the times are checked by measuring, because they do not contain %s", ", ".join(unknown))
         return _checked(layer, prior, seconds)
-    cells = [cell for cell in prior.table.cells if cell.kernel in usable]
+    cells = [as_adopted(cell) for cell in prior.table.cells if cell.kernel in usable]
     whole = {point.key for point in layer.wanted} <= {cell.point for cell in cells}
     more = {"graph_len": prior.table.graph_len, "noise": prior.table.noise, "prior": record, "cells": cells, "complete": whole}
     table = tested.model_copy(update=more)

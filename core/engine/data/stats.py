@@ -127,6 +127,12 @@ class EngineStats:
     """Number of rows of logits for which each rank sent only its top_k most likely tokens."""
     rows_gathered_for: Counter[str] = field(default_factory=Counter)
     """Number of rows in `rows_gathered` by request feature. A row with several features counts under each."""
+    tuned_points: int = 0
+    """Number of points whose times were measured while the engine was idle."""
+    tuning_changes: int = 0
+    """Number of times that the engine took other kernels after such measurements."""
+    tuning_saved_seconds: float = 0.0
+    """Seconds of attention that the steps before these changes would have saved with the new kernels."""
     compilations: Counter[str] = field(default_factory=Counter)
     """Number of kernels compiled after the engine was ready, by name. Each compilation delayed a step."""
 

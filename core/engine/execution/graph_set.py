@@ -279,15 +279,24 @@ class GraphSet:
 
         prompt_logprobs: True if the step computes log-probabilities of a prompt.
         """
+        selector = self._selector
         if step.verifies or step.num_draft_tokens.any():
-            return self._verifications.for_step(step)
+            graph, reason = self._verifications.for_step(step)
+            if graph is not None:
+                width = int(step.query_lens.max())
+                selector.count(Phase.DECODE, step.num_seqs, width, int(step.context_lens.sum()) // step.num_seqs + width)
+            return graph, reason
         if prompt_logprobs:
             return None, "prompt_logprobs"
         prefill = self._prefills.for_step(step)
         if prefill is not None:
+            selector.count(Phase.PREFILL, 1, step.num_tokens, step.num_tokens)
             return prefill, ""
         kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
-        return self._decodes.for_step(step, lambda size: self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
+        decode, reason = self._decodes.for_step(step, lambda size: selector.backends_for(Phase.DECODE, size, 1, kv_len))
+        if decode is not None:
+            selector.count(Phase.DECODE, step.num_seqs, 1, kv_len)
+        return decode, reason
 
 
 class DecodeGraphs:

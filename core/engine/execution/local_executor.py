@@ -221,6 +221,15 @@ class LocalExecutor:
             self._settle(watch)
         self._runner.compilations = watch
 
+    def retune(self, costs: Mapping[AttentionSpec, CostTable]) -> None:
+        """Choose the attention backends anew by these times, with the same layouts and block size, and capture graphs again. No
+        step may run, and no page may hold a prompt."""
+        self.selector.renew(costs)
+        self.selection = self.selector.selection
+        _check_caches(self.selector, self._parts.layers.cached, self.caches)
+        self._runner.release_graphs()
+        self.capture(self._recorder)
+
     def _capture_graphs(self, recorder: GraphRecorder) -> None:
         sizes = self._parts.config.cudagraph_capture_sizes or capture_sizes(self._parts.config.max_num_seqs)
         self._runner.capture(sizes, piecewise_sizes(self._parts.config.step_tokens), recorder, self._parts.max_decode_len)

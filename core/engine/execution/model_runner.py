@@ -357,6 +357,7 @@ class ModelRunner:
         if part is None:
             return self._selector.backends_for(phase)
         shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
+        self._selector.count(shape.phase, shape.batch, shape.query_len, shape.kv_len)
         return self._selector.backends_of(shape)
 
     def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
