@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +75,7 @@ def test_a_faster_kernel_is_measured_while_idle_and_taken(model: Path, caplog: p
     assert "auto: took other kernels in" in caplog.text
     assert tokens(llm) == before
     stored = read_table(stored_tables()[0])
-    assert {cell.source for cell in stored.cells if cell.point in {point for point in _tried(llm)}} == {"measured"}
+    assert {cell.source for cell in stored.cells if cell.point in _tried(llm)} == {"measured"}
     assert not list(stored_tables()[0].parent.glob("*.idle"))
     again = engine(model)
     assert again.engine.selection.names == llm.engine.selection.names, "the next start uses what was measured"
@@ -139,12 +138,12 @@ class FakeChild:
 
 
 @pytest.fixture
-def tuner(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IdleTuner, FakeChild]]:
+def tuner(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[IdleTuner, FakeChild]:
     """A tuner whose child process measures forever."""
     llm = engine(model)
     made, child = llm.driver.assembly.tuner, FakeChild()
     monkeypatch.setattr(made, "_measure", lambda *_: setattr(made, "_child", child))
-    yield made, child
+    return made, child
 
 
 def test_a_request_holds_the_child_at_once_and_quiet_lets_it_go_on(
