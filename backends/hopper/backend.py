@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper.schedule import Problem, Schedule, choose
-from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, MAX_GROUP, UNEQUAL, AttentionTile, box_of, tiles_of, variant_of
+from headway.backends.hopper.tiles import (
+    ARCH,
+    HEAD_DIMS,
+    MAX_GROUP,
+    UNEQUAL,
+    WIDE_HEAD_DIM,
+    AttentionTile,
+    box_of,
+    tiles_of,
+    variant_of,
+)
 from headway.backends.options import Options, count_of
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
@@ -89,7 +99,7 @@ class HopperKernels:
         kernel = self._kernels.get((tile, dense))
         if kernel is None:
             variant = variant_of(self._spec, tile, None if dense else self._block_size)
-            kernel = load(variant, "attention", self._spec.device, ARCH)
+            kernel = load(variant, variant.source.removesuffix(".cu"), self._spec.device, ARCH)
             kernel.allow_shared(tile.shared_bytes(self._spec.head_dim, self._spec.v_head_dim))
             self._kernels[tile, dense] = kernel
         return kernel
@@ -112,7 +122,7 @@ class HopperKernels:
         tile = schedule.tile
         items = upload(torch.from_numpy(schedule.items), spec.device)
         self._grow(schedule)
-        programs = min(self._programs, len(schedule.items) * spec.num_kv_heads)
+        programs = len(schedule.items) * spec.num_kv_heads
         partials, tickets, queue = self._partials, self._tickets, self._queue
         return HopperPlan(
             dense=dense,
@@ -126,7 +136,7 @@ class HopperKernels:
                 spec.num_kv_heads,
                 schedule.section,
                 spec.group_size,
-                tile.rows // spec.group_size,
+                tile.tokens(spec.group_size),
                 spec.sliding_window or 0,
                 *self._scaling,
             ),
@@ -135,10 +145,13 @@ class HopperKernels:
         )
 
     def _launch(self, tile: AttentionTile, programs: int) -> Launch:
+        if not tile.cluster:
+            programs = min(self._programs, programs)
         launch = self._launches.get((tile, programs))
         if launch is None:
-            shared = tile.shared_bytes(self._spec.head_dim, self._spec.v_head_dim)
-            launch = self._launches[tile, programs] = Launch((programs, 1, 1), tile.threads, shared)
+            shared, blocks = tile.shared_bytes(self._spec.head_dim, self._spec.v_head_dim), max(tile.cluster, 1)
+            launch = Launch((programs, blocks, 1), tile.threads, shared, cluster=(1, blocks, 1))
+            self._launches[tile, programs] = launch
         return launch
 
     def run(
@@ -184,7 +197,7 @@ class HopperKernels:
         if known is None:
             group = self._spec.group_size
             view = q.view(q.shape[0], self._spec.num_kv_heads, group, self._spec.head_dim)
-            known = self._keep(key, tensor_map(view, (tile.rows // group, 1, group, 64)))
+            known = self._keep(key, tensor_map(view, (tile.tokens(group), 1, group, 64)))
         return known
 
     def _map(self, tensor: Tensor, cache: LayerCache | None, name: str, box: int) -> bytes:
@@ -220,7 +233,7 @@ class HopperKernels:
 
 def _partial_floats(v_head_dim: int) -> int:
     """Return the number of floats in a warpgroup's partial result: PARTIAL_FLOATS in finish.cuh."""
-    return 128 * (v_head_dim // 2 + 4)
+    return 128 * (v_head_dim // (4 if v_head_dim > 256 else 2) + 4)
 
 
 CAPABILITY = (9, 0)
@@ -250,7 +263,7 @@ class HopperAttention(HopperBackend):
         layouts=(NHD, HND),
         dtypes=HALF_DTYPES,
         block_multiple=16,
-        head_dims=HEAD_DIMS,
+        head_dims=(*HEAD_DIMS, WIDE_HEAD_DIM),
         v_head_dims=UNEQUAL,
         max_group_size=MAX_GROUP,
         lse=True,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper.backend import HopperAttention, HopperBackend, has_rows_of_16_bytes
-from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
+from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, WIDE_HEAD_DIM
 from headway.backends.options import Options, count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import DecodeConfig, architecture
@@ -52,8 +52,8 @@ class Ring:
     @classmethod
     def of(cls, head_dim: int) -> Ring:
         """Return the ring that was fastest on an H100 for head_dim 128. With longer rows, shared memory has space for only half
-        the warps."""
-        return cls(8, 2) if head_dim <= 128 else cls(4, 3)
+        the warps, or for six tiles of 33 KB."""
+        return cls(8, 2) if head_dim <= 128 else cls(4, 3) if head_dim <= 256 else cls(3, 2)
 
     @property
     def keys(self) -> int:
@@ -61,19 +61,21 @@ class Ring:
         return self.warps * TILE
 
 
-def config_of(ring: Ring) -> DecodeConfig:
-    """Return the cost model's parameters, which were fitted on an H100 to 16 query heads and 8 kv heads of 128 elements.
-    merge_launch_us is the time to count and read the parts."""
+def config_of(head_dim: int) -> DecodeConfig:
+    """Return the cost model's parameters, which were fitted on an H100 to 16 query heads and 8 kv heads of 128 elements. For rows
+    of more than 256 elements they are estimates. merge_launch_us is the time to count and read the parts, or of a launch that
+    merges."""
+    ring, wide = Ring.of(head_dim), head_dim > HEAD_DIMS[-1]
     return DecodeConfig(
         block_n=ring.keys,
         num_warps=ring.warps,
         num_stages=ring.stages,
         residents=1,
-        tile_us=1.17 * ring.keys / 128,
-        wave_us=0.9,
-        merge_us=0.28,
+        tile_us=1.17 * ring.keys / (32 if wide else 128),
+        wave_us=3.0 if wide else 0.9,
+        merge_us=0.03 if wide else 0.28,
         merge_row_us=0.0,
-        merge_launch_us=1.6,
+        merge_launch_us=2.0 if wide else 1.6,
         bytes_per_us=4.1e6,
         max_rounds=4,
     )
@@ -122,7 +124,8 @@ class HopperDecode(Decode):
         """
         super().__init__(setup, num_splits)
         spec = setup.spec
-        self.configs = (config_of(Ring.of(spec.head_dim)),)
+        self.configs = (config_of(spec.head_dim),)
+        self._merges_apart = spec.head_dim > HEAD_DIMS[-1]
         self._kernel = cache(partial(_kernel, spec, setup.block_size))
         self._arguments = Arguments(bytes(ARGUMENTS.size))
         self._launch = cache(partial(_launch, spec.head_dim))
@@ -166,7 +169,7 @@ class HopperDecode(Decode):
             self._layer.sinks.data_ptr(),
             plan.partial.data_ptr(),
             plan.lse.data_ptr(),
-            plan.arrivals.data_ptr(),
+            0 if self._merges_apart else plan.arrivals.data_ptr(),
             *q.stride()[:2],
             *written.stride()[:2],
             0 if lse is None else lse.stride(0),
@@ -185,6 +188,8 @@ class HopperDecode(Decode):
         self._arguments.set(packed)
         blocks = plan.block_m // 8
         self._kernel(blocks)(self._launch(plan.items * len(plan.chunks.table), blocks), self._arguments)
+        if self._merges_apart:
+            self.merge(plan, written, q, lse)
         if written is not out:
             out.copy_(written)
 
@@ -257,7 +262,7 @@ class HopperDecoding(SplitDecoding):
         layouts=(NHD, HND),
         dtypes=HALF_DTYPES,
         block_multiple=16,
-        head_dims=HEAD_DIMS,
+        head_dims=(*HEAD_DIMS, WIDE_HEAD_DIM),
         lse=True,
         shares_plans=True,
         features=frozenset({"sliding_window", "softcap", "sinks"}),

@@ -33,7 +33,6 @@ from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.probe import HALF_DTYPES
-from headway.kernels.runtime.triton_launch import aligned
 
 HEAD = (576, 512)
 """head_dim and v_head_dim of DeepSeek's absorbed MLA."""
@@ -85,7 +84,7 @@ def variant_of(spec: AttentionSpec, tile: HeadTile, block_size: int) -> Variant:
         "HALF_IS_BF16": int(spec.dtype == torch.bfloat16),
         "HEAD_DIM": spec.head_dim,
         "V_HEAD_DIM": spec.v_head_dim,
-        "GROUPS": 1,
+        "GROUPS": 2 * tile.cluster,
         "KEYS": KEYS,
         "STAGES": 2,
         "QUERY_STAGES": 1,
@@ -116,7 +115,7 @@ class HopperLatentDecode(LatentDecode):
         self._tile = tile
         self._kernel = load(variant_of(spec, tile, block_size), "latent", spec.device, ARCH)
         self._kernel.allow_shared(SHARED_BYTES)
-        self._arguments = Arguments(bytes(MAP_BYTES), bytes(MAP_BYTES), bytes(ARGUMENTS.size))
+        self._arguments = Arguments(*[bytes(MAP_BYTES)] * 3, bytes(ARGUMENTS.size))
         self._launch = cache(partial(_launch, tile.cluster))
 
     def _configs(self, max_query_len: int) -> tuple[DecodeConfig]:
@@ -169,17 +168,10 @@ class HopperLatentDecode(LatentDecode):
             plan.rows,
             self._spec.scale * _LOG2E,
         )
-        self._arguments.set(self._query_map(q), self._key_map(cache.logical_key), packed)
+        keys = self._key_map(cache.logical_key)
+        self._arguments.set(self._query_map(q), keys, keys, packed)
         self._kernel(self._launch(plan.items * len(plan.chunks.table)), self._arguments)
-        if not plan.chunks.split:
-            return
-        sums = q if lse is None else lse
-        key = out.stride(), aligned(out.data_ptr()), lse is None or lse.stride(0), self._own
-        known = plan.launches.get(key)
-        if known is not None:
-            known(out.data_ptr(), sums.data_ptr())
-        elif (bound := self._merge(plan, out, sums, lse, (key, plan.rows))) is not None:
-            plan.launches[key] = bound
+        self.merge(plan, out, q, lse)
 
     def _query_map(self, q: Tensor) -> bytes:
         """Return the tensor map of queries, viewed as [token, kv head, head, dim], with boxes of one tile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ _START = 1.3  # Fixed cost of an item, in key tiles: its first scores and last a
 _PARTIAL = 0.5  # Additional cost of an item with a partial result, in key tiles, and
 _MERGE = 0.25
 """Time to read one partial result, in units of the time of a key tile."""
-_COSTS = {1: 0.62, 2: 1.0, 3: 1.45}  # Relative time of a key tile, by number of warpgroups that run MMAs
+_COSTS = {1: 0.62, 2: 1.0, 3: 1.45, 4: 0.8}  # Relative time of a key tile, by number of warpgroups that run MMAs
 
 Ints = NDArray[numpy.int64]
 
@@ -103,7 +103,7 @@ class Problem:
     def rows(self, tile: AttentionTile) -> QueryTiles:
         """Return the query tiles in order of decreasing sequence length. Within a sequence, the last tile, which has the most
         keys, comes first."""
-        tokens = tile.rows // self.group
+        tokens = tile.tokens(self.group) * max(tile.cluster, 1)
         counts = -(-self.query_lens // tokens) * (self.kv_lens > 0)
         order = numpy.argsort(-self.kv_lens, kind="stable")
         seq = numpy.repeat(order, counts[order])
@@ -205,18 +205,18 @@ def _pieces(whole: NDArray[numpy.int32], lengths: Ints, run: int) -> tuple[NDArr
 def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | None = None) -> Schedule:
     """Return the schedule with the lowest estimated time. num_splits: number of parts of the longest query tile's keys, which
     overrides the rule."""
-    best: tuple[float, AttentionTile, QueryTiles, int] | None = None
+    best: tuple[float, AttentionTile, QueryTiles, int, Problem] | None = None
     for tile in tiles:
-        rows = problem.rows(tile)
+        rows, shared = problem.rows(tile), replace(problem, programs=problem.programs // max(tile.cluster, 1))
         if not len(rows.seq):
             return Schedule(tile, numpy.zeros((0, ITEM_INTS), dtype=numpy.int32))
         if num_splits is None:
-            run, time = problem.longest_run(rows.lengths)
+            run, time = shared.longest_run(rows.lengths)
         else:
             run, time = -(-int(rows.lengths.max()) // num_splits), 0.0
         time *= _COSTS[tile.groups] * tile.keys
         if best is None or time < best[0]:
-            best = time, tile, rows, run
+            best = time, tile, rows, run, shared
     assert best is not None
-    _, tile, rows, run = best
-    return cut(problem, tile, rows, run)
+    _, tile, rows, run, shared = best
+    return cut(shared, tile, rows, run)

@@ -13,6 +13,8 @@ from headway.kernels.runtime.nvrtc.compiler import Variant
 
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+WIDE_HEAD_DIM = 512
+"""Head size of prompts whose values two warpgroups multiply, 256 columns each."""
 UNEQUAL = ((192, 128),)
 """Supported pairs of head_dim and v_head_dim that differ, from the expanded MLA of DeepSeek-V2."""
 MAX_GROUP = 64
@@ -37,20 +39,29 @@ class AttentionTile:
     """Number of query tiles in shared memory. With two, the next item's queries are copied during the current item."""
     turns: bool = True
     """True if the warpgroups alternate in using the tensor cores (ping-pong scheduling)."""
+    cluster: int = 0
+    """Number of thread blocks of a cluster that share a tile and copy keys for each other. In each, two warpgroups have the same
+    rows, and half of the value's columns each (latent.cu). 0 means that one thread block has the tile (attention.cu)."""
 
     @property
     def rows(self) -> int:
         """Number of query rows. A row is one query head of a kv head's group, for one of several consecutive tokens."""
-        return 64 * self.groups
+        return 64 * (self.cluster or self.groups)
 
     @property
     def threads(self) -> int:
         """Number of threads per thread block: the warpgroups that run MMAs, and one warpgroup that copies."""
-        return 128 * (self.groups + 1)
+        return 128 * (self.groups // max(self.cluster, 1) + 1)
+
+    def tokens(self, group: int) -> int:
+        """Return the number of tokens per thread block. group: number of query heads per kv head."""
+        return (64 if self.cluster else self.rows) // group
 
     def shared_bytes(self, head_dim: int, v_head_dim: int) -> int:
         """Return the size of dynamic shared memory in bytes: `struct Layout` of shape.cuh, plus space to align the start of the
         structure."""
+        if self.cluster:
+            return SHARED_BYTES
         k_row, v_row = (128 * -(-dim // _PANEL) for dim in (head_dim, v_head_dim))
         barriers = 8 * (2 * self.query_stages + 4 + 4 * self.stages)
         return self.query_stages * self.rows * k_row + self.stages * self.keys * (k_row + v_row) + 2 * 48 + barriers + 1024
@@ -77,7 +88,9 @@ def tiles_of(head_dim: int, v_head_dim: int) -> TilePair:
         return TilePair(AttentionTile(2, 128, 2, 1, turns=False), AttentionTile(1, 128, 2))
     if longest <= 192:
         return TilePair(AttentionTile(2, 96, 2, 1, turns=False), AttentionTile(1, 96, 2))
-    return TilePair(AttentionTile(2, 80, 2, 1), AttentionTile(1, 80, 2))
+    if longest <= 256:
+        return TilePair(AttentionTile(2, 80, 2, 1), AttentionTile(1, 80, 2))
+    return TilePair(*(AttentionTile(2 * cluster, 64, 1, 1, turns=False, cluster=cluster) for cluster in (2, 1)))
 
 
 def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None) -> Variant:
@@ -93,11 +106,12 @@ def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None)
         "BOX": box_of(tile, block_size),
         "BLOCK_SIZE": block_size or 0,
         "TURNS": int(tile.turns and tile.groups > 1),
+        "CLUSTER": tile.cluster,
         "SOFTCAP": int(spec.softcap is not None),
         "SHARED_BYTES": tile.shared_bytes(spec.head_dim, spec.v_head_dim),
         "WINDOW": int(spec.sliding_window is not None),
     }
-    return Variant(_FOLDER, "attention.cu", tuple(constants.items()))
+    return Variant(_FOLDER, "latent.cu" if tile.cluster else "attention.cu", tuple(constants.items()))
 
 
 def box_of(tile: AttentionTile, block_size: int | None) -> int:

@@ -263,15 +263,25 @@ class Decode:
         )
         grid = (plan.items, len(plan.chunks.table), 1)
         bound = self.launch.bind(compiled, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
-        merge = self._merge(plan, out, tensors[6], lse, compiled) if plan.merges_apart else None
+        merge = self._merge(plan, out, tensors[6], lse, compiled) if plan.merges_apart and plan.chunks.split else None
         if bound is not None:
             plan.launches[key] = bound if merge is None else Launches(bound, merge)
 
-    def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
-        """Launch the merge of partial results, and return the bound launch. Return None if there are no partial results, or no
-        launch was bound. key: compile-time constants and alignments."""
+    def merge(self, plan: DecodePlan, out: Tensor, q: Tensor, lse: Tensor | None) -> None:
+        """Merge the partial results of a kernel that is not written in Triton, if there are any. q: placeholder for lse."""
         if not plan.chunks.split:
-            return None
+            return
+        sums = q if lse is None else lse
+        key = out.stride(), aligned(out.data_ptr()), lse is None or lse.stride(0), self._own
+        known = plan.launches.get(key)
+        if known is not None:
+            known(out.data_ptr(), sums.data_ptr())
+        elif (bound := self._merge(plan, out, sums, lse, (key, plan.rows))) is not None:
+            plan.launches[key] = bound
+
+    def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
+        """Launch the merge of partial results, and return the bound launch. Return None if no launch was bound. key: compile-time
+        constants and alignments."""
         sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]
         rest = (plan.chunks.seqs, self._layer.sinks, plan.partial, plan.lse, v_scale, out.stride(0), out.stride(1), sums_stride)
         grid = (plan.items, plan.rows, len(plan.chunks.seqs))

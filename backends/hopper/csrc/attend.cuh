@@ -61,31 +61,11 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
 
     const int before = item.kv_len - item.query_len;  // keys of the context
     const int first_token = item.tile * arguments.tokens, last_token = min(first_token + arguments.tokens, item.query_len) - 1;
-    Sight sight;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sight.high[r] = before + min(first_token + (row + 8 * r) / arguments.group, last_token) + 1;
-      sight.low[r] = WINDOW ? sight.high[r] - arguments.window : 0;
-    }
-    // Tiles between `clear` and `inside` need no mask: every row of the thread block sees all of their keys.
-    const int clear = (before + first_token + 1) / KEYS;
-    const int inside = WINDOW ? (max(before + last_token + 1 - arguments.window, 0) + KEYS - 1) / KEYS : 0;
-    const int lane_key = 2 * (lane % 4);
+    const Sight sight(before, first_token, last_token, row, arguments.group, arguments.window);
 
     float scores[KEYS / 2], sums[V_HEAD_DIM / 2], keep[2];
     u32 weights[KEYS / 4];
     Softmax softmax;
-    const auto weigh = [&](int tile) {
-#if SOFTCAP
-#pragma unroll
-      for (int i = 0; i < KEYS / 2; ++i) scores[i] = tanh_approx(scores[i] * arguments.inner);
-#endif
-      if (tile >= clear || tile < inside) {
-        sight.mask(scores, tile * KEYS + lane_key);
-        return softmax.template update<true>(scores, arguments.scale, keep);
-      }
-      return softmax.template update<WINDOW>(scores, arguments.scale, keep);
-    };
     const auto wait_for_values = [&](int tile) {
       barrier_wait(base + Layout::v_full + 8 * v.index, v.parity);
       const int present = item.kv_len - tile * KEYS;
@@ -102,7 +82,7 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
     pin(scores);
     if (leads) barrier_arrive(base + Layout::k_empty + 8 * k.index);
     k.advance();
-    weigh(item.last - 1);
+    weigh(softmax, sight, scores, item.last - 1, lane, arguments.scale, arguments.inner, keep);
     pack_weights(scores, weights);
     int add = 0;
 #pragma unroll 1
@@ -121,7 +101,7 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
       pin(scores);
       if (leads) barrier_arrive(base + Layout::k_empty + 8 * k.index);
       k.advance();
-      const bool rescale = weigh(tile - 1);
+      const bool rescale = weigh(softmax, sight, scores, tile - 1, lane, arguments.scale, arguments.inner, keep);
       products_wait<0>();
       pin(sums);
       pin(weights);

@@ -39,14 +39,6 @@ struct TileCopy {
   }
 };
 
-// Position of an item in the queue: sections of kv heads in turn; within a section the longest items first, head by head.
-__device__ __forceinline__ int item_of(const Arguments& arguments, int index, int& head) {
-  const int whole = arguments.num_items * arguments.section, first = index / whole * arguments.section;
-  const int heads = min(arguments.section, arguments.num_kv_heads - first), within = index % whole;
-  head = first + within % heads;
-  return within / heads;
-}
-
 // Takes items, the longest first, until the queue is empty, publishes them to the other warps, and copies their keys. Each program begins
 // with the item that has its own index.
 __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {

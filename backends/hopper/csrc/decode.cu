@@ -18,7 +18,7 @@ struct DecodeArguments {
   const int *table, *chunks;        // chunks: see chunk_kernel.CHUNK_FIELDS
   const float* sinks;               // log2(e) times a logit of each head (SINKS)
   float *partial, *partial_lse;     // [chunk, item, kept_rows, HEAD_DIM], [chunk, item, kept_rows]
-  int* arrivals;                    // [chunk, item], zero between launches
+  int* arrivals;                    // [chunk, item], zero between launches; null: another launch merges
   long long q_token, q_head, out_token, out_head, sums_head, new_k_token, new_k_head, new_v_token, new_v_head;
   long long k_block, k_slot, k_head, v_block, v_slot, v_head, table_seq;
   int items, kv_heads, kept_rows, window, early;  // items: kv heads times tiles of query rows; kept_rows: of a partial result
@@ -387,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(hopper::THREADS) decode(const __gri
   share(shared, sums, warp, lane);
   __syncthreads();
   merge_warps(a, chunk, shared, number, item, kv_head, first_row);
-  if (chunk.num_chunks == 1) return;
+  if (chunk.num_chunks == 1 || a.arrivals == nullptr) return;
   __syncthreads();  // all of the chunk is stored; counting releases it
   if (threadIdx.x == 0) {
     int* const arrivals = a.arrivals + chunk.first_chunk * a.items + item;

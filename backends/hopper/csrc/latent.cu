@@ -10,7 +10,7 @@ using namespace hopper;
 
 extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
     latent(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-           const __grid_constant__ LatentArguments arguments) {
+           const __grid_constant__ TensorMap value_map, const __grid_constant__ Given arguments) {
   extern __shared__ __align__(1024) char dynamic[];
   const u32 base = (shared_address(dynamic) + 1023) & ~1023u;
   // Equal in all threads of a warp, so that the compiler sees warp-uniform branches.
@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
   if (threadIdx.x == 0) {
     prefetch_map(query_map);
     prefetch_map(key_map);
+    if (APART) prefetch_map(value_map);
     barrier_init(base + LatentLayout::q_full, 1);
     for (int stage = 0; stage < STAGES; ++stage) {
       for (int part = 0; part < PARTS; ++part) {
@@ -30,10 +31,12 @@ extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
   wait_for_earlier();
   Work work;
   if (!work.read(arguments)) return;
+#if !APART
   if (work.first >= work.last) {
     if (group > 0) store_nothing(arguments, work, group - 1, thread);
     return;
   }
+#endif
   if (USED < 64) {  // rows that no query fills
     for (int i = USED * 8 + thread; i < 64 * 8; i += 128) {
       for (int panel = group; panel < K_PANELS; panel += 3) store_zeros(base + LatentLayout::q + panel * PANEL_BYTES + i * 16);
@@ -47,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
   }
   if (group == 0) {
     give_registers<LATENT_COPY_REGISTERS>();
-    if (threadIdx.x < 32) copy_latents(base, query_map, key_map, arguments, work, threadIdx.x);
+    if (thread / 32 < COPY_WARPS) copy_latents(base, query_map, key_map, value_map, arguments, work, thread / 32, thread % 32);
   } else {
     take_registers<LATENT_PRODUCT_REGISTERS>();
     if (group == 1) {

@@ -1,12 +1,18 @@
-// After the last tile: divide the accumulators and store them, as the output or as a partial result.
+// After the last tile: the accumulators are stored, as the output or as a partial result.
 #pragma once
 
 #include "latent.cuh"
 
 namespace hopper {
 
+#if APART
+__device__ __forceinline__ void store_half(const Given& arguments, const Work& work, Softmax& softmax, float (&sums)[HALF_COLUMNS / 2],
+                                           int half, int thread) {
+  finish(arguments, work, (CLUSTER > 1 ? blockIdx.y * 2 : 0) + half, thread, softmax, sums);
+}
+#else
 // 256 columns of the rows. total: each row's sum of weights.
-__device__ __forceinline__ void store_columns(const LatentArguments& arguments, const Work& work, float (&sums)[HALF_COLUMNS / 2],
+__device__ __forceinline__ void store_columns(const Given& arguments, const Work& work, float (&sums)[HALF_COLUMNS / 2],
                                               const float (&total)[2], int half, int thread) {
   const int lane = thread % 32;
 #pragma unroll
@@ -33,7 +39,7 @@ __device__ __forceinline__ void store_columns(const LatentArguments& arguments, 
 }
 
 // The logarithm of each row's sum, stored by the first of the row's four threads.
-__device__ __forceinline__ void store_lse(const LatentArguments& arguments, const Work& work, const Softmax& softmax, const float (&total)[2],
+__device__ __forceinline__ void store_lse(const Given& arguments, const Work& work, const Softmax& softmax, const float (&total)[2],
                                           int thread) {
   constexpr float LN2 = 0.6931471805599453f;
   const int lane = thread % 32;
@@ -51,12 +57,21 @@ __device__ __forceinline__ void store_lse(const LatentArguments& arguments, cons
   }
 }
 
-// For a chunk in which these rows see no key: weight zero, and finite accumulators.
-__device__ __forceinline__ void store_nothing(const LatentArguments& arguments, const Work& work, int half, int thread) {
-  float sums[HALF_COLUMNS / 2] = {};
-  const float total[2] = {};
-  if (half == 0) store_lse(arguments, work, Softmax(), total, thread);
+// Store 256 columns of the rows, and with the first of them the sums.
+__device__ __forceinline__ void store_half(const Given& arguments, const Work& work, const Softmax& softmax, float (&sums)[HALF_COLUMNS / 2],
+                                           int half, int thread) {
+  float total[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) total[r] = row_sum(softmax.sum[r]);
+  if (half == 0) store_lse(arguments, work, softmax, total, thread);
   store_columns(arguments, work, sums, total, half, thread);
 }
+
+// For a chunk in which these rows see no key: weight zero, and finite accumulators.
+__device__ __forceinline__ void store_nothing(const Given& arguments, const Work& work, int half, int thread) {
+  float sums[HALF_COLUMNS / 2] = {};
+  store_half(arguments, work, Softmax(), sums, half, thread);
+}
+#endif
 
 }  // namespace hopper

@@ -75,6 +75,16 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Wait as named_sync does, and return whether any thread's predicate is true.
+__device__ __forceinline__ bool named_any(int id, int threads, bool own) {
+  int any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbarrier.red.or.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}\n"
+               : "=r"(any)
+               : "r"(static_cast<int>(own)), "r"(id), "r"(threads)
+               : "memory");
+  return any;
+}
+
 // Wait for all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -16,6 +16,7 @@ constexpr int K_PANELS = (HEAD_DIM + PANEL - 1) / PANEL, V_PANELS = (V_HEAD_DIM 
 constexpr u32 Q_BYTES = ROWS * K_PANELS * 128;
 constexpr u32 K_BYTES = KEYS * K_PANELS * 128, V_BYTES = KEYS * V_PANELS * 128;
 constexpr int BOXES = KEYS / BOX;
+constexpr int HALVES = V_HEAD_DIM > 256 ? 2 : 1, COLUMNS = V_HEAD_DIM / HALVES;  // of the value, each of another warpgroup
 static_assert(KEYS % 16 == 0 && KEYS % BOX == 0 && BOX % 8 == 0 && HEAD_DIM % 16 == 0 && V_HEAD_DIM % 16 == 0, "whole products");
 
 // Location of an MMA operand: the low half of its matrix descriptor, which changes between MMAs.
@@ -70,6 +71,14 @@ struct Arguments {
   float scale;  // of scores, to the base-2 domain; with SOFTCAP: of what tanh gives
   float inner;  // with SOFTCAP: of scores before tanh
 };
+
+// Position of an item in the queue: sections of kv heads in turn; within a section the longest items first, head by head.
+__device__ __forceinline__ int item_of(const Arguments& arguments, int index, int& head) {
+  const int whole = arguments.num_items * arguments.section, first = index / whole * arguments.section;
+  const int heads = min(arguments.section, arguments.num_kv_heads - first), within = index % whole;
+  head = first + within % heads;
+  return within / heads;
+}
 
 // Byte offsets in shared memory, from a multiple of 1,024.
 struct Layout {

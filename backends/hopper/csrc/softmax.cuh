@@ -25,7 +25,6 @@ struct Softmax {
   // Replace scores by weights in place. keep[r]: factor for row r's accumulators so far.
   // Returns, per warp, whether any keep differs from 1. A maximum that grows by less than a factor of 2^8 is not updated, since float32
   // accumulators have enough range (as in FlashAttention-4). MASKED: rows may have no visible key in this tile.
-  // float32 sums have room for it (as FlashAttention-4 does). MASKED: rows may have no key in this tile.
   template <bool MASKED>
   __device__ __forceinline__ bool update(float (&scores)[KEYS / 2], float scale, float (&keep)[2]) {
     float shift[2];
@@ -64,6 +63,18 @@ struct Softmax {
 // A thread's rows, and the range of keys [low, high) that each sees.
 struct Sight {
   int high[2], low[2];
+  int clear, inside;  // tiles between them need no mask: every row of the tile of queries sees all of their keys
+
+  // before: keys of the context. first_token, last_token: of the tile of queries. row: the thread's first in the tile.
+  __device__ __forceinline__ Sight(int before, int first_token, int last_token, int row, int group, int window) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      high[r] = before + min(first_token + (row + 8 * r) / group, last_token) + 1;
+      low[r] = WINDOW ? high[r] - window : 0;
+    }
+    clear = (before + first_token + 1) / KEYS;
+    inside = WINDOW ? (max(before + last_token + 1 - window, 0) + KEYS - 1) / KEYS : 0;
+  }
 
   // Set scores of keys outside the range to NEVER. key: the thread's first key in the tile.
   __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], int key) const {
@@ -81,6 +92,18 @@ struct Sight {
     }
   }
 };
+
+// Replace a tile's scores by weights. Returns as Softmax::update does. inner: with SOFTCAP, of scores before tanh.
+__device__ __forceinline__ bool weigh(Softmax& softmax, const Sight& sight, float (&scores)[KEYS / 2], int tile, int lane, float scale,
+                                      float inner, float (&keep)[2]) {
+#if SOFTCAP
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; ++i) scores[i] = tanh_approx(scores[i] * inner);
+#endif
+  if (tile < sight.clear && tile >= sight.inside) return softmax.template update<WINDOW>(scores, scale, keep);
+  sight.mask(scores, tile * KEYS + 2 * (lane % 4));
+  return softmax.template update<true>(scores, scale, keep);
+}
 
 __device__ __forceinline__ void pack_weights(const float (&weights)[KEYS / 2], u32 (&packed)[KEYS / 4]) {
 #pragma unroll

@@ -113,7 +113,7 @@ def test_answers_match_the_oracle(features: dict[str, object], layout: CacheLayo
 
 
 CSRC = Path(tiles.__file__).parent / "csrc"
-PAIRS = [(dim, dim) for dim in tiles.HEAD_DIMS] + list(tiles.UNEQUAL)
+PAIRS = [(dim, dim) for dim in (*tiles.HEAD_DIMS, tiles.WIDE_HEAD_DIM)] + list(tiles.UNEQUAL)
 FORMATS = {"int": "i", "float": "f", "long long": "q"}
 
 
@@ -176,7 +176,7 @@ def _problem(lengths: list[tuple[int, int]], group: int = 4, heads: int = 8, win
     lengths=LENGTHS,
     group=st.sampled_from([1, 2, 4, 7, 8]),
     heads=st.sampled_from([1, 2, 8]),
-    head_dim=st.sampled_from([64, 128, 256]),
+    head_dim=st.sampled_from([64, 128, 256, 512]),
     window=st.one_of(st.none(), st.integers(1, 900)),
     num_splits=st.one_of(st.none(), st.integers(1, 40)),
 )
@@ -186,7 +186,7 @@ def test_each_row_meets_each_key_once(
     tiles = tiles_of(head_dim, head_dim)
     schedule = choose(_problem(lengths, group, heads, window), (tiles.wide, tiles.narrow), num_splits)
     tile = schedule.tile
-    rows = tile.rows // group * group
+    rows = tile.tokens(group) * max(tile.cluster, 1) * group
     seen = [numpy.zeros((q * group, -(-(q + c) // tile.keys)), dtype=numpy.int64) for q, c in lengths]
     partials: set[int] = set()
     tickets: dict[tuple[int, int], set[int]] = {}
@@ -251,7 +251,7 @@ class Silent:
 LIMITS = StepLimits(max_num_tokens=4096, max_num_seqs=64, max_model_len=16384)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 1, 256)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (14, 2, 64), (8, 1, 256), (16, 2, 512)])
 def test_no_step_takes_a_kernel_unmet_in_warm_up(
     monkeypatch: pytest.MonkeyPatch, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:

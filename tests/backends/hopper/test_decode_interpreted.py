@@ -14,7 +14,15 @@ from decode_writes import LENGTHS, error_after_writing, new_token_case, write_an
 from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout, LayerCache, write_rows
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
-from host_hopper import HostDecode, HostLatent, decode_by_the_host, heads_of, latent_by_the_host
+from host_hopper import (
+    HostAttention,
+    HostDecode,
+    HostLatent,
+    attention_by_the_host,
+    decode_by_the_host,
+    heads_of,
+    latent_by_the_host,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 IN_TURN, FROM_THE_LAST, SOME = 0, 1, 2
@@ -56,6 +64,7 @@ FEATURES = {
     "sinks": layer("8/1/64", sinks=tuple(0.3 * i for i in range(8))),
     "heads of 80": layer("4/4/80"),
     "heads of 192": layer("2/2/192"),
+    "heads of 512": layer("16/2/512"),
     "groups of 12": layer("24/2/128"),
     "groups of 40": layer("40/1/64", FP16),
 }
@@ -71,6 +80,7 @@ def test_matches_float64(monkeypatch: pytest.MonkeyPatch, name: str, order: int)
 def test_keys_of_one_sequence_are_cut_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(monkeypatch, case_of("1q1s2900", layer("4/2/128")), SOME, num_splits="17") == 2 * 17
     assert check(monkeypatch, case_of("1q1s2500_1q1s70", layer("4/2/64", FP16)), IN_TURN, num_splits="5") > 10
+    check(monkeypatch, case_of("1q1s900_1q1s70", layer("6/2/512", sinks=(0.3,) * 6)), IN_TURN, num_splits="5")
 
 
 def test_a_chunk_of_thousands_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +131,30 @@ def test_rows_that_are_parts_of_longer_ones(monkeypatch: pytest.MonkeyPatch) -> 
     backend = HostDecode(case.spec, NHD, 16)
     backend.decode(q, case.cache, backend.plan(view), out)
     assert relative_error(out, reference(case), case) < HostDecode.tolerance[BF16]
+
+
+PROMPTS = {
+    "without context": ("1q70_1q3", layer("16/2/512"), 16, None),
+    "extends": ("1q20s220_1q33_1q2s65", layer("16/2/512"), 16, None),
+    "window": ("1q40s240", layer("8/1/512", sliding_window=50), 256, "3"),
+    "soft-cap": ("1q100s330", layer("8/2/512", softcap=20.0), 48, None),
+    "sinks": ("1q30s130_1q5s300", layer("7/1/512", sinks=tuple(0.3 * i for i in range(7))), 32, "2"),
+    "float16": ("1q130s194", layer("2/2/512", FP16, sliding_window=100), 64, "4"),
+}
+
+
+@pytest.mark.parametrize("order", [IN_TURN, FROM_THE_LAST, SOME])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_with_heads_of_512_match_float64(monkeypatch: pytest.MonkeyPatch, name: str, order: int) -> None:
+    step, asked, block_size, splits = PROMPTS[name]
+    attention_by_the_host(monkeypatch, order)
+    case = case_of(step, asked, HND if name == "window" else NHD, block_size)
+    backend = HostAttention(asked, case.cache.layout, block_size, {"num_splits": splits} if splits else None)
+    expected, sums = reference_with_lse(case)
+    for _ in range(2):  # counters that a step leaves behind would spoil the next
+        lse = torch.full((asked.num_heads, len(case.q)), math.nan)
+        assert relative_error(run_backend(backend, case, lse), expected, case) < backend.tolerance[asked.dtype]
+        assert float((lse - sums).abs().max()) < 2e-3
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backend_cases import spec
 from headway.backends.hopper import backend, decode, latent
+from headway.backends.hopper.backend import HopperAttention
 from headway.backends.hopper.decode import HopperDecoding
 from headway.backends.hopper.latent import HopperLatent
 from headway.backends.triton.decode import DecodePlan
@@ -55,12 +56,12 @@ class HostKernel:
 class LatentKernel(HostKernel):
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
         """Run all thread blocks, cluster by cluster."""
-        queries, keys, packed = arguments.values
+        *maps, packed = arguments.values
         clusters, blocks, _ = launch.grid
         assert launch.cluster == (1, blocks, 1)
         self.launches.append(launch.grid)
         sizes = clusters, blocks, launch.block[0], launch.shared_bytes, self._order
-        assert not compiled(self._variant).run(*(ctypes.c_char_p(each) for each in (queries, keys, packed)), *sizes), SAID
+        assert not compiled(self._variant).run(*(ctypes.c_char_p(each) for each in (*maps, packed)), *sizes), SAID
 
 
 class HostLatent(HopperLatent):
@@ -74,6 +75,21 @@ def latent_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocess
     """Make `HostLatent` find a 9.0 GPU and host kernels; return a list that collects the kernels made from now on."""
     monkeypatch.setattr(latent, "tensor_map", host_tensor_map)
     return _by_the_host(monkeypatch, latent, LatentKernel, order, multiprocessors)
+
+
+class HostAttention(HopperAttention):
+    """Prompts with heads of 512 elements, on the host."""
+
+    capabilities = replace(HopperAttention.capabilities, devices=("cpu",))
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # noqa: RUF012 -- as the base declares it
+
+
+def attention_by_the_host(
+    monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS
+) -> list[HostKernel]:
+    """Run `HostAttention` on the host, as `latent_by_the_host` does for latent attention."""
+    monkeypatch.setattr(backend, "tensor_map", host_tensor_map)
+    return _by_the_host(monkeypatch, backend, LatentKernel, order, multiprocessors)
 
 
 def find_hopper(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:

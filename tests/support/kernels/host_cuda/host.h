@@ -275,6 +275,19 @@ inline uint8_t to_float8(float value) {
 inline void __syncthreads() { host::meet(host::of_block[host::own_block()], host::threads); }
 inline void __syncwarp() { host::meet(host::of_warp[host::current / 32], 32); }
 inline void __threadfence() {}
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+void __stcg(T* to, T value) {
+  *to = value;
+}
+inline int atomicAdd(int* to, int value) {
+  const int before = *to;
+  *to += value;
+  return before;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __uint_as_float(unsigned bits) {

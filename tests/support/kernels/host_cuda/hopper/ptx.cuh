@@ -28,6 +28,15 @@ inline void cluster_sync() { host::wait_for_cluster(); }
 inline void launch_dependents() {}
 inline void wait_for_earlier() {}
 inline void named_sync(int id, int threads) { host::meet(host::of_name[host::own_block()][id], threads); }
+inline bool named_any(int id, int threads, bool own) {
+  static bool any[host::MOST_BLOCKS][16];
+  bool& found = any[host::own_block()][id];
+  named_sync(id, threads), found |= own;
+  named_sync(id, threads);
+  const bool result = found;
+  named_sync(id, threads), found = false;
+  return result;
+}
 inline void named_arrive(int id, int threads) { host::of_name[host::own_block()][id].arrive(threads); }
 
 // What a tensor map says, in place of the driver's form; axes from the innermost.
