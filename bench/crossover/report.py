@@ -376,8 +376,10 @@ def _remarks(view: View) -> list[str]:
             "--export table.csv lists them"
         )
     if table.prior is not None:
-        num_prior = sum(cell.source != "measured" for cell in table.cells)
-        lines.append(f"{num_prior} of {len(table.cells)} cells are from the {table.prior}")
+        sources = Counter(cell.source for cell in table.cells)
+        shares = (("measured here", "measured"), ("shipped", "prior"), ("derived", "derived"))
+        counts = ", ".join(f"{sources[source]} {word}" for word, source in shares if sources[source])
+        lines.append(f"cells: {counts}; {table.prior}")
     if not table.complete:
         lines.append("incomplete: interrupted, or the budget ended; --resume continues")
     return lines
