@@ -185,6 +185,10 @@ class BackendRequest:
         kinds = [name for kind, _, name in self.kinds if kind not in ("state", "draft")]
         return [name for name in dict.fromkeys((self.prefill, self.decode, *kinds)) if name != AUTO]
 
+    def layers_of(self, name: str) -> str:
+        """Return " for KIND layers" of the first kind with a choice if it is this backend, or "" if no kind has chosen it."""
+        return next((f" for {kind} layers" for kind, _, each in self.kinds if each == name), "")
+
     @property
     def auto_phases(self) -> Sequence[Phase]:
         """Phases for which the selector chooses the backend of layers whose kind the request does not name."""
@@ -204,7 +208,8 @@ def parse_cache_dtypes(given: object) -> dict[str, str]:
     found = parse_by_kind("kv_cache_dtype", given, f"{need}, or KIND=DTYPE with commas ({', '.join(KINDS)})")
     for (kind, _), name in found.items():
         if name not in (AUTO, *KV_DTYPES):
-            raise ConfigError("kv_cache_dtype", need, repr(f"{kind}={name}" if kind else name))
+            hint = f"{name} is a kind of layer: {name}=DTYPE" if name in KINDS else ""
+            raise ConfigError("kv_cache_dtype", need, repr(f"{kind}={name}" if kind else name), hint)
     return {kind: name for (kind, _), name in found.items()}
 
 
