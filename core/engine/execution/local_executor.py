@@ -197,7 +197,12 @@ class LocalExecutor:
             ranks=parts.ranks,
         )
         self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, parts.ranks)
-        _log_setup(self.selector, self.selection, layers, layouts, self.capacity, states)
+        of_states = () if states is None else states.selector.plan("state")
+        self.plan = [*(self.selector.plan() if layers.cached else ()), *of_states]
+        """Choice for each kind of layer and phase."""
+        log.info("attention: %s", self.selection)
+        log.info("plan:\n%s", plan_text(self.plan))
+        _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
         """Compile all kernels that requests may need, and capture CUDA graphs if the device and the options allow it.
@@ -349,11 +354,7 @@ def _log_setup(
     layers: LayerSpecs,
     layouts: Sequence[CacheLayout],
     capacity: Capacity,
-    states: StatePlan | None,
 ) -> None:
-    log.info("attention: %s", selection)
-    rows = [*(selector.plan() if layers.cached else ()), *(() if states is None else states.selector.plan("state"))]
-    log.info("plan:\n%s", plan_text(rows))
     for spec, dense in layers.expanded.items():
         gathering = selector.gathering.get(spec)
         after = f", and long chunks after a context use {gathering.name}" if gathering is not None else ""
