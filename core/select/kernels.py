@@ -543,11 +543,7 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
 
 
 def check_names(
-    source: Kernels,
-    request: BackendRequest,
-    kv_layout: str = AUTO,
-    more: Iterable[str] = (),
-    states: BackendRequest = ALL_AUTO,
+    source: Kernels, request: BackendRequest, kv_layout: str = AUTO, more: Iterable[str] = (), states: BackendRequest = ALL_AUTO
 ) -> None:
     """Check all names of backends and layouts that a user gave, before slow work begins. more: further attention backends.
 

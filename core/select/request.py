@@ -256,10 +256,7 @@ class LayerSpecs:
 
     @classmethod
     def of(
-        cls,
-        model: Model,
-        kv_cache_dtype: str | Mapping[str, str] = AUTO,
-        kv_scales: Sequence[tuple[float, float]] | None = None,
+        cls, model: Model, kv_cache_dtype: str | Mapping[str, str] = AUTO, kv_scales: Sequence[tuple[float, float]] | None = None
     ) -> LayerSpecs:
         """Return the specs of a model's layers with the dtypes that the user chose for their caches; see `with_cache`."""
         cached, states = list(model.attention_specs), [layer.spec for layer in state_layers(model)]
@@ -424,9 +421,5 @@ class Workload:
         return name or f"{self.batch}x{self.input_len}+{self.output_len}"
 
 
-PRESETS = {
-    "chat": Workload(16, 1280, 256, cached_len=1024),
-    "long": Workload(4, 16384, 512),
-    "batch": Workload(256, 512, 512),
-}
+PRESETS = {"chat": Workload(16, 1280, 256, cached_len=1024), "long": Workload(4, 16384, 512), "batch": Workload(256, 512, 512)}
 """Workloads by name. chat: turns of conversations. long: long documents. batch: many short offline requests."""

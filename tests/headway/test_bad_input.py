@@ -223,7 +223,7 @@ def two_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def start(model: str, attn_backend: str = "sdpa", **options: str) -> LLM:
+def start(model: str, attn_backend: Any = "sdpa", **options: str) -> LLM:
     return LLM(model, attn_backend=attn_backend, skip_tokenizer_init=True, kv_cache_memory="8MiB", **options)
 
 
@@ -237,6 +237,12 @@ SIZES_OF_NATIVE = "head_dim: needs a multiple of 16 up to 256, got"
         ("attn_backend", "window", ["attn_backend: needs window=NAME, as no backend is called window, got 'window'"]),
         ("attn_backend", "decode", ["attn_backend: needs decode=NAME"]),
         ("attn_backend", "latent=sdpa", ["a kind of layer that the model has: wide, window, full, got 'latent'"]),
+        ("attn_backend", {"window": "sdpa,full=sdpa"}, ["a name for each kind of layer, got 'sdpa,full=sdpa' for 'window'"]),
+        ("attn_backend", {"window": None}, ["needs a name for each kind of layer, got None for 'window'"]),
+        ("attn_backend", ["window=sdpa"], ["attn_backend: needs a text or a mapping"]),
+        ("attn_backend", "window=sdpa,window=sdpa.math", ["attn_backend: needs each kind and phase once"]),
+        ("attn_backend", "prefill=a,prefill=b", ["attn_backend: needs each kind and phase once"]),
+        ("attn_backend", "full:decode", ["attn_backend: needs auto, NAME"]),
         ("attn_backend", "windows:decode=sdpa", ["needs a kind of layer: latent, wide, window, full, encoder"]),
         ("attn_backend", "window:verify=sdpa", ["needs a phase: prefill or decode, got 'window:verify'"]),
         ("attn_backend", "window:decode=native", ["window layers: ", f"{SIZES_OF_NATIVE} 100"]),
@@ -248,7 +254,7 @@ SIZES_OF_NATIVE = "head_dim: needs a multiple of 16 up to 256, got"
         ("kv_cache_dtype", "state=fp8_e4m3", ["a kind of layer that the model has: wide, window, full, got 'state'"]),
     ],
 )
-def test_a_choice_that_a_kind_of_layer_cannot_have_is_refused(two_kinds: str, option: str, value: str, words: list[str]) -> None:
+def test_a_choice_that_a_kind_of_layer_cannot_have_is_refused(two_kinds: str, option: str, value: Any, words: list[str]) -> None:
     with pytest.raises(HeadwayError) as refused:
         start(two_kinds, **{option: value})
     for word in words:

@@ -156,7 +156,8 @@ class LocalExecutor:
         self._released: dict[str, ReleasedMemory] = {}
         """Released memory of the parts that sleep, keyed by part."""
         self._device = layers.device
-        self.selector = _select(layers, parts.source, config, parts.costs, parts.compile_ahead)
+        with parts.compile_ahead() if parts.compile_ahead is not None else nullcontext():  # kernels of all backends together
+            self.selector = select_backends(layers, parts.source, config, parts.costs)
         self.selection = self.selector.selection
         """The backend of each phase, with the layout and block size."""
         if config.deterministic:
@@ -314,25 +315,20 @@ class LocalExecutor:
         return self.capacity.pool.num_pages, self.capacity.max_model_len, num_slots, chosen.block_size, chosen.layout.name, served
 
 
-def _select(
-    layers: LayerSpecs,
-    source: Kernels,
-    config: EngineConfig,
-    costs: Mapping[AttentionSpec, CostTable] | None,
-    compile_ahead: CompileAhead | None,
+def select_backends(
+    layers: LayerSpecs, source: Kernels, config: EngineConfig, costs: Mapping[AttentionSpec, CostTable] | None
 ) -> Selector:
-    """Return the selector of backends. The kernels of all backends are compiled together."""
-    with compile_ahead() if compile_ahead is not None else nullcontext():
-        return Selector(
-            source,
-            layers,
-            config.backend_request,
-            kv_layout=config.kv_layout,
-            block_size=config.block_size,
-            options=config.attn_options,
-            costs=costs,
-            workload=Workload.parse(config.workload),
-        )
+    """Return the selector of backends for an engine's options."""
+    return Selector(
+        source,
+        layers,
+        config.backend_request,
+        kv_layout=config.kv_layout,
+        block_size=config.block_size,
+        options=config.attn_options,
+        costs=costs,
+        workload=Workload.parse(config.workload),
+    )
 
 
 def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache]) -> None:
@@ -349,11 +345,7 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
 
 
 def _log_setup(
-    selector: Selector,
-    selection: Selection[CacheLayout],
-    layers: LayerSpecs,
-    layouts: Sequence[CacheLayout],
-    capacity: Capacity,
+    selector: Selector, selection: Selection[CacheLayout], layers: LayerSpecs, layouts: Sequence[CacheLayout], capacity: Capacity
 ) -> None:
     for spec, dense in layers.expanded.items():
         gathering = selector.gathering.get(spec)
