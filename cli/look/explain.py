@@ -335,12 +335,11 @@ def explain(
     kind = _layers(model, geometry, layers, dtype, device).with_cache(kv_cache_dtype)
     registry, request = create_registry(plugin or ()), BackendRequest.parse(attn_backend)
     check_names(registry, request, kv_layout)
-    shape = _shape(phase, batch, query_len, length)
+    asked, shape = Workload.parse(workload), _shape(phase, batch, query_len, length)
     if kind.cached and shape.phase not in kind.phases:
         raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
-    asked = Workload.parse(workload)
     for option, draft in (("attn_backend", request.names_kind("draft")), ("kv_cache_dtype", "draft=" in kv_cache_dtype)):
         if draft:
             raise ConfigError(option, "kinds of the model's own layers", "draft", "an engine with a draft model logs its plan")

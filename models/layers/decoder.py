@@ -264,7 +264,8 @@ class SharedKeys:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return a layer's attention, as `Attention` does. k, v: without heads if the layer shares another layer's."""
         if layer in self._held:
-            return self._again(layer, q, *self._held[layer])
+            k, v = self._held[layer]
+            return self._again(layer, q, k, v)
         if layer in self._sources:
             self._held[layer] = k, v
         return self._attention(layer, q, k, v)

@@ -148,7 +148,7 @@ export function showTable(found) {
   backends = [...new Set(table.phases.flatMap((each) => [...each.backends, ...each.points.flatMap((point) => Object.keys(point.us))]))];
   find("facts").textContent = `${table.served_as.join(", ")} on ${table.device}; kv_layout ${table.layout}, block_size ${table.block_size}; version ${table.version}`;
   plan();
-  const mostly = find("plan").hidden ? "" : ` Times and reasons on this page are those of the kind with the most layers, ${table.kind}.`;
+  const mostly = find("plan").hidden ? "" : ` Times and reasons on this page apply to the kind with the most layers, ${table.kind}.`;
   find("why").textContent = `Chosen at the start (${table.why}).${mostly}`;
   const isMeasured = table.noise !== null;
   find("look-up").hidden = find("answer").hidden = !isMeasured;
