@@ -30,7 +30,7 @@ from headway.core.select.choice import (
 )
 from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts
 from headway.core.select.kernels import AttentionCandidates, B, Candidates, Kernels, L, Placement, S
-from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload
+from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload, kinds_of
 
 StepKey = tuple[Phase, int, int, int]
 """(phase, batch, query_len, kv_len)."""
@@ -207,8 +207,9 @@ class KernelGroup(Generic[S, B, L]):
                 label = f"{name}, " if self._request.name_for(phase) == AUTO else ""
                 found = self._able.reasons(name, phase, nearest)
                 reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]
-        wanted = ", ".join(self._request.names) or AUTO
-        where = f"{self._able.kind.name} backend {wanted} ({nearest}, {self._able.first})"
+        wanted, first = ", ".join(self._request.names) or AUTO, self._able.first
+        layers = f"{kinds_of(first)[0]} layers: " if isinstance(first, AttentionSpec) else ""
+        where = f"{layers}{self._able.kind.name} backend {wanted} ({nearest}, {first})"
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:
@@ -261,6 +262,11 @@ class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
     def serves(self, place: Placement[CacheLayout]) -> bool:
         """Return whether the request covers every phase with a placement."""
         return place in self._able.places and self._search(self._request, [place]) is not None
+
+    def reads(self, layout: str, block_size: int) -> bool:
+        """Return whether the request covers every phase with a layout, or with any if it is auto."""
+        places = dict.fromkeys(each._replace(block_size=block_size) for each in self._able.all_places)
+        return self._search(self._request, [each for each in places if layout in (AUTO, each.layout.name)]) is not None
 
     def rate(self, workload: Workload, place: Placement[CacheLayout]) -> RatedPlace[CacheLayout] | None:
         """Return the group's costs at a placement. None if no times decide there."""
@@ -383,18 +389,18 @@ class Selector:
         self.instances: dict[str, Backends] = {}
         """Name of backends that may be called together -> instances, keyed by spec. More are added when a step needs them."""
         self._kind_of = {spec: kind for kind, part in layers.groups.items() for spec in part.distinct}
-        if len(self.groups) == 1:
-            next(iter(self.groups.values())).settle(workload)
-        else:
-            try:
+        try:
+            if len(self.groups) == 1:
+                next(iter(self.groups.values())).settle(workload)
+            else:
                 places, remark = self._choose_places(workload)
                 for each, place in zip(self.groups.values(), places, strict=True):
                     chosen = each.settle(workload, [place])
                     each.selection = replace(chosen, why=chosen.why + remark * each.is_measured(workload))
-            except UnsupportedError as error:
-                raise UnsupportedError(
-                    error.asked, error.reasons, self._fix(source, layers, request, options, bool(block_size) or kv_layout != AUTO)
-                ) from None
+        except UnsupportedError as error:
+            placed = bool(block_size) or kv_layout != AUTO
+            fix = error.fix if len(self.groups) == 1 else self._fix(source, layers, request, options, placed)
+            raise UnsupportedError(error.asked, [self._hinted(reason) for reason in error.reasons], fix) from None
         self.gathering: dict[AttentionSpec, AttentionBackend] = {}
         """Spec of a latent layer's cache -> see `AttentionGroup.gathering`."""
         self._prepare()
@@ -482,13 +488,25 @@ class Selector:
 
         sizes = dict.fromkeys(place.block_size for each in self.groups.values() for place in each.places)
         nearest = max(sizes, key=lambda size: sum(able(each, size) for each in self.groups.values()))
-        kind, group = next(
-            (pair for pair in self.groups.items() if not any(able(pair[1], size) for size in sizes)),
-            next(pair for pair in self.groups.items() if not able(pair[1], nearest)),
+        groups = self.groups.values()
+        group = next(
+            (each for each in groups if not any(able(each, size) for size in sizes)),
+            next(each for each in groups if not able(each, nearest)),
         )
         shared = any(able(group, size) for size in sizes)
-        error = group.refusal([place for place in group.places if not shared or place.block_size == nearest])
-        return UnsupportedError(f"{kind} layers: {error.asked}", error.reasons)
+        return group.refusal([place for place in group.places if not shared or place.block_size == nearest])
+
+    def _hinted(self, reason: Reason) -> Reason:
+        """Return a reason with the layout `auto` as its hint if another kind of layer refuses the layout of its hint, and `auto`
+        is supported."""
+        flag, _, name = reason.hint.partition(" ")
+        groups = self.groups.values()
+
+        def works(layout: str) -> bool:
+            sizes = dict.fromkeys(place.block_size for each in groups for place in each.places)
+            return any(all(each.reads(layout, size) for each in groups) for size in sizes)
+
+        return reason._replace(hint=f"{flag} {AUTO}") if flag == "--kv-layout" and not works(name) and works(AUTO) else reason
 
     def _fix(
         self,
