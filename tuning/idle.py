@@ -7,6 +7,7 @@ request arrives and continued when no request is left. Its times replace shipped
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,8 @@ class IdleTuner:
         left to do before the next request."""
         now = time.monotonic()
         if self._busy:
-            self._busy, self._idle_since = False, now
+            self._busy = False
+            self._idle_since = now
         if (rest := self._idle_since + QUIET - now) > 0:
             return rest
         while self._found:
@@ -107,7 +109,8 @@ class IdleTuner:
     def run(self, seconds: float) -> None:
         """Measure for at most this many seconds, in a program that has no requests in the meantime."""
         until = time.monotonic() + seconds
-        self._idle_since, self._busy = time.monotonic() - QUIET, False
+        self._idle_since = time.monotonic() - QUIET
+        self._busy = False
         while (left := until - time.monotonic()) > 0 and (pause := self.idle()) is not None:
             time.sleep(min(pause, left, _POLL))
         self.busy()
@@ -201,8 +204,10 @@ class IdleTuner:
             return
         new = {key: cells for key, cells in points(found.cells).items() if all(cell.status != "oom" for cell in cells)}
         failed = {record.name: record for record in found.kernels if record.reason}
-        for cell in (cell for cells in new.values() for cell in cells if cell.status in ("incorrect", "error")):
-            log.warning("auto: %s is not used at %s %s: %s", cell.kernel, cell.phase, cell.case, cell.reason)
+        wrong = {cell.kernel: cell for cells in new.values() for cell in cells if cell.status in ("incorrect", "error")}
+        for cell in wrong.values():
+            text = "auto: %s has no time at points where it failed, such as %s %s: %s"
+            log.warning(text, cell.kernel, cell.phase, cell.case, cell.reason)
         table = self._tables[spec]
         cells = [cell for cell in table.cells if cell.point not in new and cell.kernel not in failed]
         cells += [cell for each in new.values() for cell in each]
@@ -242,7 +247,7 @@ class IdleTuner:
         self._engine.retune(costs)
         self._judged = selector.steps.total()
         self._engine.stats.tuning_changes += 1
-        self._engine.stats.tuning_saved_seconds += 1e-6 * (now - then)
+        self._engine.stats.tuning_saved_seconds += 1e-6 * (now - then) if math.isfinite(now) else 0.0
         text = (
             "auto: took other kernels in %.1f s: attention of the steps so far would have taken %.2f of the time; attention: %s"
         )

@@ -376,10 +376,8 @@ def _remarks(view: View) -> list[str]:
             "--export table.csv lists them"
         )
     if table.prior is not None:
-        sources = Counter(cell.source for cell in table.cells)
-        shares = (("measured here", "measured"), ("shipped", "prior"), ("derived", "derived"))
-        counts = ", ".join(f"{sources[source]} {word}" for word, source in shares if sources[source])
-        lines.append(f"cells: {counts}; {table.prior}")
+        sources = Counter({"measured": "measured here", "prior": "shipped"}.get(cell.source, cell.source) for cell in table.cells)
+        lines.append(f"cells: {', '.join(f'{count} {word}' for word, count in sources.most_common())}; {table.prior}")
     if not table.complete:
         lines.append("incomplete: interrupted, or the budget ended; --resume continues")
     return lines

@@ -322,7 +322,8 @@ class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
         return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
 
     def compare(self, costs: Mapping[AttentionSpec, CostTable], steps: Mapping[StepKey, int]) -> tuple[float, float]:
-        """Return the microseconds that steps take by these times, with the current choices and with the fastest backends.
+        """Return the microseconds that steps take by these times, with the current choices and with the fastest backends. The
+        first is infinite if a current choice has no time at a step, for example because its result was wrong.
 
         steps: (phase, batch, query_len, kv_len) -> number of steps.
         """
@@ -333,7 +334,7 @@ class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
             times = dict(step_costs.ranking(Shape(*step), names))
             if times:
                 least = min(times.values())
-                now += count * times.get(self.name_for(*step), least)
+                now += count * times.get(self.name_for(*step), math.inf)
                 then += count * least
         return now, then
 
