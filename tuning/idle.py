@@ -65,7 +65,7 @@ class IdleTuner:
         self._found: list[tuple[AttentionSpec, Sequence[Point], CrossoverTable | None]] = []
         self._began = self._idle_since = time.monotonic()
         self._busy = self._told = self._closed = False
-        self._judged = 0  # Number of counted steps when the choice was last compared with the new times
+        self._judged = (0, 0)  # Numbers of counted steps and measured points when the choices were last compared
 
     def idle(self) -> float | None:
         """Start or continue measuring. Called while no request runs. Return the seconds until the next call; None if nothing is
@@ -229,10 +229,10 @@ class IdleTuner:
     def _judge(self) -> None:
         """Take the kernels that the new times prefer, if they would have saved time in the steps that ran."""
         selector = self._engine.executor.selector
-        counted = selector.steps.total()
-        if counted == self._judged or not self._engine.stats.tuned_points:
+        known = (selector.steps.total(), self._engine.stats.tuned_points)
+        if known == self._judged or 0 in known:
             return
-        self._judged = counted
+        self._judged = known
         costs: dict[AttentionSpec, CostTable] = {}
         for spec, table in self._tables.items():
             phases = {CORE_PHASE[point.phase] for point in self._layers[spec].wanted}
@@ -245,7 +245,6 @@ class IdleTuner:
             return
         began = time.perf_counter()
         self._engine.retune(costs)
-        self._judged = selector.steps.total()
         self._engine.stats.tuning_changes += 1
         self._engine.stats.tuning_saved_seconds += 1e-6 * (now - then) if math.isfinite(now) else 0.0
         text = (

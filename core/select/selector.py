@@ -88,7 +88,7 @@ class KernelGroup(Generic[S, B, L]):
 
     def know(self, costs: Mapping[S, CostTable] | None) -> None:
         """Set the measured times for the next `settle`. costs: as in the constructor."""
-        self._parts = [(costs[spec], count) for spec, count in self._able.counts.items()] if costs else []
+        self._parts = self._parts_of(costs)
         self._failed = {name: why for table, _ in self._parts for name, why in table.excluded.items()}
         """Kernel excluded from selection, for example by a failed self-test -> reason."""
 
@@ -150,12 +150,17 @@ class KernelGroup(Generic[S, B, L]):
     def _failure(self, name: str) -> tuple[Reason, ...]:
         return (Reason(name, "to pass its self-test", self._failed[name]),) if name in self._failed else ()
 
-    def _measured(self, workload: Workload) -> MeasuredChoice | None:
-        """Return the choice by measured times, or None if there are no times or no free phase."""
+    def _parts_of(self, costs: Mapping[S, CostTable] | None) -> list[tuple[CostTable, int]]:
+        return [(costs[spec], count) for spec, count in self._able.counts.items()] if costs else []
+
+    def _measured(self, workload: Workload, costs: Mapping[S, CostTable] | None = None) -> MeasuredChoice | None:
+        """Return the choice by measured times, or None if there are no times or no free phase. costs: times to use instead of the
+        known ones."""
         able, free = self._able, [phase for phase in self._request.auto_phases if phase in self._able.specs]
-        if not self._parts or not free:
+        parts = self._parts if costs is None else self._parts_of(costs)
+        if not parts or not free:
             return None
-        return MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
+        return MeasuredChoice(parts, workload, able.steps(workload), free, able.specs, able.per_step)
 
     def _select(self, workload: Workload, places: Sequence[Placement[L]]) -> Selection[L]:
         able, choice = self._able, self._measured(workload)
@@ -321,21 +326,26 @@ class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
         shape = Shape(Phase.DECODE, batch, query_len, kv_len)
         return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
 
-    def compare(self, costs: Mapping[AttentionSpec, CostTable], steps: Mapping[StepKey, int]) -> tuple[float, float]:
-        """Return the microseconds that steps take by these times, with the current choices and with the fastest backends. The
-        first is infinite if a current choice has no time at a step, for example because its result was wrong.
+    def compare(
+        self, workload: Workload, costs: Mapping[AttentionSpec, CostTable], steps: Mapping[StepKey, int]
+    ) -> tuple[float, float]:
+        """Return the microseconds that steps take by these times, with the current choices and with the choices that `settle`
+        would make. The first is infinite if a current choice has no time at a step, for example because its result was wrong.
 
         steps: (phase, batch, query_len, kv_len) -> number of steps.
         """
-        place, now, then = self.selection.place, 0.0, 0.0
-        step_costs = StepCosts([(costs[spec], n) for spec, n in self._able.counts.items()], place.layout.name, place.block_size)
+        choice, now, then = self._measured(workload, costs), 0.0, 0.0
+        found = None if choice is None else choice.select([self.selection.place], partial(self._supported, self._request))
+        if found is None:
+            return now, then
+        selection, chooser = found
         for step, count in steps.items():
-            names = self._supported(self._request, step[0], place) if step[0] in self._able.specs else ()
-            times = dict(step_costs.ranking(Shape(*step), names))
-            if times:
-                least = min(times.values())
-                now += count * times.get(self.name_for(*step), math.inf)
-                then += count * least
+            if step[0] in selection.names:
+                name = chooser.choose(*step) if step[0] in selection.others else None
+                us = chooser.costs.step_us(name or selection.names[step[0]], Shape(*step))
+                if math.isfinite(us):
+                    now += count * chooser.costs.step_us(self.name_for(*step), Shape(*step))
+                    then += count * us
         return now, then
 
     def forget(self) -> None:
@@ -436,9 +446,9 @@ class Selector:
         self.steps[phase, batch, rounded(query_len), rounded(kv_len)] += 1
 
     def compare(self, costs: Mapping[AttentionSpec, CostTable]) -> tuple[float, float]:
-        """Return the microseconds that the counted steps take by these times, with the current choices and with the fastest
-        backends."""
-        found = [each.compare(costs, self.steps) for each in self.groups.values()]
+        """Return the microseconds that the counted steps take by these times, with the current choices and with those that `renew`
+        would make."""
+        found = [each.compare(self._workload, costs, self.steps) for each in self.groups.values()]
         return sum(now for now, _ in found), sum(then for _, then in found)
 
     def step_us(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> float:
