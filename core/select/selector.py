@@ -446,8 +446,8 @@ class Selector:
         self.steps[phase, batch, rounded(query_len), rounded(kv_len)] += 1
 
     def compare(self, costs: Mapping[AttentionSpec, CostTable]) -> tuple[float, float]:
-        """Return the microseconds that the counted steps take by these times, with the current choices and with those that `renew`
-        would make."""
+        """Return the microseconds of the counted steps by these times, with the current choices and with those that `renew` would
+        make."""
         found = [each.compare(self._workload, costs, self.steps) for each in self.groups.values()]
         return sum(now for now, _ in found), sum(then for _, then in found)
 
