@@ -189,6 +189,7 @@ def derive(
         for name in model.kernels if names is None else model.kernels.intersection(names):
             if not usable.get(name) or usable[name][0].table.device.name == model.table.device.name:
                 usable.setdefault(name, []).append(model)
+    usable = {name: [each for each in group if each.exact] or group for name, group in usable.items()}
     models: dict[_Key, list[_Model]] = {}
     for name, group in usable.items():
         for key in dict.fromkeys(key for each in group for key in each.cells if key[0] == name):
@@ -276,6 +277,7 @@ class _Model:
         self.table = table
         self.kernels = {each.name for each in table.kernels if each.usable}
         self._distance = distance(table.attention, record)
+        self.exact = self._distance == 0 and limits == SAME
         self._layer = _Layer(table.attention)
         self._limits = limits
         self.cells: dict[_Key, list[tuple[Point, Cell, float | None]]] = {}
