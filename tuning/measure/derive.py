@@ -245,17 +245,18 @@ class _Layer:
     def __init__(self, record: SpecRecord) -> None:
         self.spec = spec = record.to_spec(torch.device("cpu"))
         self._wide = spec if spec.sliding_window is None else replace(spec, sliding_window=spec.sliding_window + _TILE - 1)
-        self._works: dict[Point, tuple[float, float]] = {}
+        self._works: dict[tuple[str, int, int], tuple[float, float]] = {}
 
     def work(self, point: Point) -> tuple[float, float]:
         """Return the bytes read and written, and the operations of a step."""
-        one = Point(point.phase, 1, point.query_len, point.kv_len)
-        if one not in self._works:
-            work, spec = one.work(self.spec if one.phase in ("decode", "verify") else self._wide), self.spec
+        place = point.phase, point.query_len, point.kv_len
+        if place not in self._works:
+            spec = self.spec if point.phase in ("decode", "verify") else self._wide
+            work = replace(point, batch=1).work(spec)
             row = spec.num_heads * (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
-            written = 0 if one.phase == "prefill" else work.write_bytes
-            self._works[one] = work.kv_bytes + work.num_tokens * row + written, work.flops
-        moved, operations = self._works[one]
+            written = 0 if point.phase == "prefill" else work.write_bytes
+            self._works[place] = work.kv_bytes + work.num_tokens * row + written, work.flops
+        moved, operations = self._works[place]
         return point.batch * moved, point.batch * operations
 
     def axes(self, point: Point) -> _Axes:
