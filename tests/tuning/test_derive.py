@@ -270,7 +270,10 @@ def test_sources_are_chosen_by_device_and_sizes(start: Start) -> None:
     other = GPU.model_copy(update={"name": "Another GPU"})
     assert near_tables(other, record) == []
     assert [table.device.name for _, table in near_tables(other, record, elsewhere=True)] == ["Some GPU"]
-    assert near_tables(GPU, SpecRecord.of(replace(WIDE, sliding_window=64)))
+    start()
+    assert kept().derived
+    windowed = SpecRecord.of(replace(WIDE, sliding_window=64))
+    assert [table.spec for _, table in near_tables(GPU, windowed)] == [SpecRecord.of(SPEC)], "derived times serve no other layer"
     assert near_tables(GPU, record.model_copy(update={"dtype": "bfloat16", "kv_dtype": "bfloat16"})) == []
     assert near_tables(GPU, record.model_copy(update={"value_in_key": True})) == []
 

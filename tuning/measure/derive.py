@@ -186,7 +186,7 @@ def derive(
     nearest, limits = sources[0]
     usable: dict[str, list[_Model]] = {}
     for model in (_Model(table, record, limits) for table, limits in sources):
-        for name in model.kernels if names is None else model.kernels.intersection(names):
+        for name in model.kernels if names is None else filter(names.__contains__, model.kernels):
             if not usable.get(name) or usable[name][0].table.device.name == model.table.device.name:
                 usable.setdefault(name, []).append(model)
     usable = {name: [each for each in group if each.exact] or group for name, group in usable.items()}
@@ -200,7 +200,7 @@ def derive(
     phases = {point.phase for point in wanted}
     between = {cell.point: _point(cell) for cell in nearest.cells if cell.between and cell.phase in phases}
     layer, made = _Layer(record), []
-    for point in (between | known).values():
+    for point in (known | between | known).values():
         decodes = point.phase == "decode" or (point.phase == "verify" and is_captured(point.batch, point.query_len))
         place = {name: getattr(point, name) for name in ("phase", "case", "batch", "query_len", "kv_len")}
         place |= {"status": "ok", "source": "derived", "between": point.key not in known}
@@ -276,7 +276,7 @@ class _Model:
 
     def __init__(self, table: CrossoverTable, record: SpecRecord, limits: Limits) -> None:
         self.table = table
-        self.kernels = {each.name for each in table.kernels if each.usable}
+        self.kernels = [each.name for each in table.kernels if each.usable]
         self._distance = distance(table.attention, record)
         self.exact = self._distance == 0 and limits == SAME
         self._layer = _Layer(table.attention)
