@@ -32,7 +32,7 @@ from headway.tuning.table.noise import MOST_DRIFT, launch_us, mark_ties
 from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, DeviceRates, PriorRecord, SpecRecord, slug
 
 _MOST_TABLES = 3
-"""Maximum number of tables per kind of GPU from which one layer's times are derived."""
+"""Maximum number of tables of this kind of GPU, and of other kinds, from which one layer's times are derived."""
 _UNITS = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "v_head_dim": 1}
 """Size -> distance between layers per factor of two. A head size changes a kernel's tiles, a number of heads does not: with these
 units, times derived for each H200 table from the others lose least."""
@@ -184,8 +184,10 @@ def derive(
     source are added. names: kernels to include; None means all. A kernel gets no time at points around which it has none.
     """
     nearest, limits = sources[0]
+    known = {point.key: point for point in wanted}
+    phases = {point.phase for point in wanted}
     usable: dict[str, list[_Model]] = {}
-    for model in (_Model(table, record, limits) for table, limits in sources):
+    for model in (built := [_Model(each, record, phases) for each in sources]):
         for name in model.kernels if names is None else filter(names.__contains__, model.kernels):
             if not usable.get(name) or usable[name][0].table.device.name == model.table.device.name:
                 usable.setdefault(name, []).append(model)
@@ -196,9 +198,7 @@ def derive(
             models[key] = [each for each in group if key in each.cells]
     cells = [cell for key, group in models.items() for each in group for _, cell, _ in each.cells[key]]
     replaying, launches = {cell.kernel for cell in cells if cell.graph}, launch_us(cells)
-    known = {point.key: point for point in wanted}
-    phases = {point.phase for point in wanted}
-    between = {cell.point: _point(cell) for cell in nearest.cells if cell.between and cell.phase in phases}
+    between = {point.key: point for found in built[0].cells.values() for point, cell, _ in found if cell.between}
     layer, made = _Layer(record), []
     for point in (known | between | known).values():
         decodes = point.phase == "decode" or (point.phase == "verify" and is_captured(point.batch, point.query_len))
@@ -228,10 +228,6 @@ def derive(
 def _steady_us(cell: Cell) -> float | None:
     """Return a cell's time. If other work disturbed some of its rounds, the time of the fastest rounds is used."""
     return cell.p20_us if cell.median_us is not None and (cell.drift or 0.0) > MOST_DRIFT else cell.median_us
-
-
-def _point(cell: Cell) -> Point:
-    return Point(cell.phase, cell.batch, cell.query_len, cell.kv_len)
 
 
 def _padded(rows: float) -> int:
@@ -274,21 +270,21 @@ class _Layer:
 class _Model:
     """Inefficiencies of all kernels of a table, and the bounds of the GPU for which times are derived."""
 
-    def __init__(self, table: CrossoverTable, record: SpecRecord, limits: Limits) -> None:
-        self.table = table
+    def __init__(self, source: tuple[CrossoverTable, Limits], record: SpecRecord, phases: Collection[str]) -> None:
+        self.table, self._limits = table, limits = source
         self.kernels = [each.name for each in table.kernels if each.usable]
         self._distance = distance(table.attention, record)
         self.exact = self._distance == 0 and limits == SAME
         self._layer = _Layer(table.attention)
-        self._limits = limits
         self.cells: dict[_Key, list[tuple[Point, Cell, float | None]]] = {}
         self._surfaces: dict[_Key, tuple[Surface, list[float]]] = {}
         self._bytes_per_us = self._operations_per_us = 0.0
         shortest: dict[tuple[str, str], tuple[float, Point]] = {}
         for cell in table.cells:
-            if cell.phase not in PHASES or cell.kernel not in self.kernels:
+            if cell.phase not in phases or cell.kernel not in self.kernels:
                 continue
-            point, us, key = _point(cell), _steady_us(cell), (cell.kernel, cell.phase)
+            point = Point(cell.phase, cell.batch, cell.query_len, cell.kv_len)
+            us, key = _steady_us(cell), (cell.kernel, cell.phase)
             self.cells.setdefault((*key, cell.layout, cell.block_size), []).append((point, cell, us))
             if us is not None:
                 moved, operations = self._layer.work(point)
