@@ -208,8 +208,8 @@ def derive(
         for (kernel, phase, layout, block_size), group in models.items():
             key, graph = (kernel, phase, layout, block_size), decodes and kernel in replaying
             if phase == point.phase and (times := _times(layer.work(point), layer.axes(point), key, group)) is not None:
-                times["host_us"] = None if graph else launches.get((kernel, phase))
-                rivals.append(Cell(**place, **times, kernel=kernel, layout=layout, block_size=block_size, graph=graph))
+                times |= {"host_us": None if graph else launches.get((kernel, phase)), "graph": graph}
+                rivals.append(Cell(**place | times | {"kernel": kernel, "layout": layout, "block_size": block_size}))
         made += mark_ties(rivals)
     prior = PriorRecord(
         device=nearest.device,
@@ -271,7 +271,9 @@ class _Model:
     """Inefficiencies of all kernels of a table, and the bounds of the GPU for which times are derived."""
 
     def __init__(self, source: tuple[CrossoverTable, Limits], record: SpecRecord, phases: Collection[str]) -> None:
-        self.table, self._limits = table, limits = source
+        table, limits = source
+        self.table = table
+        self._limits = limits
         self.kernels = [each.name for each in table.kernels if each.usable]
         self._distance = distance(table.attention, record)
         self.exact = self._distance == 0 and limits == SAME
