@@ -75,7 +75,7 @@ class WarmUp:
         self._num_pages = size.num_pages
         self._adapters = adapters_of(model)
         self._failed: set[str] = set()
-        self._reached: list[tuple[AttentionSpec, Backends, Sequence[Lengths]]] = []
+        self._reached: dict[AttentionSpec, list[tuple[Backends, Sequence[Lengths]]]] = {}
         """Attention steps of the last complete run that reached a kernel for the first time while kernels were compiled ahead."""
         self._in_flight: Launched | None = None  # The last launched step
 
@@ -87,10 +87,10 @@ class WarmUp:
         complete: False to run attention only in the steps whose kernels the last complete run did not launch but compiled ahead.
         """
         self._in_flight = None
-        reached, self._reached = self._reached, []
+        reached, self._reached = self._reached, {}
         one_of = {spec.kind: spec for spec in reversed(self._attention.layers.distinct)}
         for spec in one_of.values():  # kernels are compiled per kind of layer; first, since attention kernels take longest
-            self._attend(spec, self._attention_steps(spec) if complete else [step for at, *step in reached if at == spec])
+            self._attend(spec, self._attention_steps(spec) if complete else reached.get(spec, ()))
         if self._attention.states is not None:
             self._run_states(self._attention.states)
         for step in self._steps():
@@ -166,7 +166,7 @@ class WarmUp:
                 known = 0 if ahead is None else ahead.num_new
                 self._attend_once(layer, metadata, backends, (q, k, v))
                 if ahead is not None and ahead.num_new > known:
-                    self._reached.append((spec, backends, step))
+                    self._reached.setdefault(spec, []).append((backends, step))
 
     def _attention_steps(self, spec: AttentionSpec) -> Iterator[tuple[Backends, Sequence[Lengths]]]:
         """Yield all attention steps of a layer, with each backend that auto may choose in each phase. The backends of a step
