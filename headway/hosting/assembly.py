@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -252,17 +252,14 @@ class _Start:
     def ahead(self) -> CompileAhead | None:
         """`compile`, timed, and followed by `compiled`: whatever is measured next does not share the cores with compilers."""
         compile = self.compile
-        if compile is None:
-            return None
 
         @contextmanager
         def all_compiled() -> Iterator[object]:
-            with self.clock.part("compiling"):
-                with compile() as found:
-                    yield found
-                wait(self.compiling)
+            with nullcontext() if compile is None else compile() as found:
+                yield found
+            wait(self.compiling)
 
-        return all_compiled
+        return None if compile is None else self.clock.within("compiling", all_compiled)
 
     def compiled(self) -> SamplingOps | None:
         """Wait until the threads in `compiling` have ended. Return the result, or None if no thread was started."""
@@ -340,10 +337,10 @@ def _load(start: _Start) -> _Loaded:
             with on_device(start.device):
                 return sampling_of(decoder, layers, start.config, ahead)
 
-        if ahead is not None and start.ranks.size == 1 and not decoder.linear_choices and not decoder.expert_kinds:
+        if start.ranks.size == 1 and not decoder.linear_choices and not decoder.expert_kinds:
             pool = ThreadPoolExecutor(1, "compile-model")
             start.compiling.append(pool.submit(compile_model))
-            pool.shutdown(wait=False)
+            pool.shutdown(wait=ahead is None)
         return _Loaded(model, layers)
 
 

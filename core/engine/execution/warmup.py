@@ -184,7 +184,7 @@ class WarmUp:
         """Run one layer of each kind of state layer, in steps that reach all kernels of the backends."""
         for kind in states.kinds:
             layer = states.first_of(kind)
-            x, *gates = self.state_inputs(layer)
+            x, *gates = self.layer_inputs(layer, of_state=True)
             for phase in Phase:
                 for lengths in states.serving_in(kind, phase).warmup_steps(phase, self._limits):
                     if not fits(lengths, self._limits):
@@ -243,44 +243,25 @@ class WarmUp:
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
 
-    def layer_inputs(self, wanted: int) -> list[Tensor]:
-        """Return zero tensors for q, k and v of a layer in the largest step, with the strides that the model uses."""
+    def layer_inputs(self, wanted: int, of_state: bool = False) -> list[Tensor]:
+        """Return zero tensors with the strides that the model uses, for the largest step: q, k and v of an attention layer, or
+        input and gates of a layer with a state. Views of one allocation still share memory."""
         seen: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if layer == wanted:
+            if layer == wanted and not of_state:
                 seen.extend((q, k, v))
             return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
 
-        few = torch.zeros(2, dtype=torch.int64, device=self._device)
-
         def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
             assert self._attention.states is not None
-            return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
-
-        # int32 positions, as a decode graph passes them:
-        self._model(few, few.int(), AttentionFunctions(attention, state))
-        return self._lengthened(seen)
-
-    def state_inputs(self, wanted: int) -> list[Tensor]:
-        """Return zero tensors for the input and gates of a state layer in the largest step, with the model's strides."""
-        seen: list[Tensor] = []
-
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
-
-        def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-            assert self._attention.states is not None
-            if layer == wanted:
+            if layer == wanted and of_state:
                 seen.extend((x, *gates))
             return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
 
         few = torch.zeros(2, dtype=torch.int64, device=self._device)
+        # int32 positions, as a decode graph passes them:
         self._model(few, few.int(), AttentionFunctions(attention, state))
-        return self._lengthened(seen)
-
-    def _lengthened(self, seen: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors lengthened to the largest step. Views of one allocation still share memory."""
         memory: dict[int, Tensor] = {}
         found = []
         for tensor in seen:
