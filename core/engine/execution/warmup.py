@@ -171,7 +171,7 @@ class WarmUp:
     def _attention_steps(self, spec: AttentionSpec) -> Iterator[tuple[Backends, Sequence[Lengths]]]:
         """Yield all attention steps of a layer, with each backend that auto may choose in each phase. The backends of a step
         follow one another."""
-        for phase in Phase:
+        for phase in reversed(Phase):  # kernels of decode take longest to compile
             wanted: dict[tuple[Lengths, ...], list[Backends]] = {}
             for backends in map(self._selector.instances.__getitem__, self._selector.selection.all_for(phase)):
                 for step in self._steps_of(spec, phase, backends):
