@@ -74,10 +74,10 @@ class Ahead(ThreadPoolExecutor):
     num_new = 0
     """Number of queued compilations, plus the number of compiled kernels that were called for the first time."""
 
-    def submit(self, task: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+    def submit(self, /, *task: Any, **options: Any) -> Future[Any]:
         """Run a task in one of the threads."""
         self.num_new += 1
-        return super().submit(task, *arguments, **options)
+        return super().submit(*task, **options)
 
 
 AHEAD: ContextVar[Ahead | None] = ContextVar("headway_compiles_ahead", default=None)

@@ -46,7 +46,8 @@ def compile_with_triton() -> Iterator[None]:
 
     class SharedMode(triton.AsyncCompileMode):  # type: ignore[misc]
         def submit(self, key: str, task: Callable[[], Any], *rest: Any) -> Any:
-            return super().submit(key, partial(compile_and_build, key, task), *rest)
+            given = (key, partial(compile_and_build, key, task), *rest)
+            return super().submit(*given)
 
     with compiled.compile_ahead() as pool, SharedMode(pool, ignore_errors=True):
         yield

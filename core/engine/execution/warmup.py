@@ -87,7 +87,8 @@ class WarmUp:
         complete: False to run attention only in the steps whose kernels the last complete run did not launch but compiled ahead.
         """
         self._in_flight = None
-        reached, self._reached = self._reached, {}
+        reached = self._reached
+        self._reached = {}
         one_of = {spec.kind: spec for spec in reversed(self._attention.layers.distinct)}
         for spec in one_of.values():  # kernels are compiled per kind of layer; first, since attention kernels take longest
             self._attend(spec, self._attention_steps(spec) if complete else reached.get(spec, ()))
