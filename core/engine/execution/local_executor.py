@@ -42,10 +42,11 @@ from headway.core.engine.execution.model_runner import CompilationWatch, ModelRu
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.select.choice import plan_text
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import Kernels
 from headway.core.select.request import LayerSpecs, Workload
-from headway.core.select.selector import Selector, plan_text
+from headway.core.select.selector import Selector
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
