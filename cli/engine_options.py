@@ -126,7 +126,7 @@ _USES: Final = {
     "The model": "model tokenizer revision download_dir hf_overrides dtype device load_format quantization model_impl "
     "torch_compile runner task skip_tokenizer_init num_threads tensor_parallel_size",
     "Attention backend": "attn_backend attn_options state_backend linear_kernel experts_kernel workload crossover_table "
-    "autotune_budget",
+    "tune tune_share autotune_budget",
     "KV cache and memory": "kv_cache_memory gpu_memory_utilization kv_cache_dtype kv_layout block_size "
     "enable_prefix_caching free_window_blocks preemption_mode kv_offload_size kv_offload_dir kv_offload_dir_size",
     "Lengths, batches and scheduling": "max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "

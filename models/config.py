@@ -354,12 +354,7 @@ def cached_spec(
 def expanded_spec(config: DecoderConfig, latent: LatentConfig, cached: AttentionSpec) -> AttentionSpec:
     """Return the attention spec of a latent layer's expanded heads, used for prefill. cached: spec of the layer's cache."""
     return replace(
-        cached,
-        num_kv_heads=config.num_heads,
-        head_dim=latent.q_dim,
-        v_head_dim=latent.v_head_dim,
-        value_in_key=False,
-        dense=True,
+        cached, num_kv_heads=config.num_heads, head_dim=latent.q_dim, v_head_dim=latent.v_head_dim, value_in_key=False, dense=True
     )
 
 

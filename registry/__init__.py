@@ -9,12 +9,7 @@ if TYPE_CHECKING:
     from headway.registry.records import PluginFailure
     from headway.registry.registry import Registry, create_registry
 
-_HOME = {
-    "PluginFailure": "records",
-    "Registry": "registry",
-    "create_registry": "registry",
-    "hookimpl": "hookspecs",
-}
+_HOME = {"PluginFailure": "records", "Registry": "registry", "create_registry": "registry", "hookimpl": "hookspecs"}
 
 
 def __getattr__(name: str) -> Any:

@@ -218,11 +218,7 @@ def create_registry(
 
 
 def _add_installed(
-    registry: Registry,
-    found: list[InstalledPlugin | UnreadablePlugin],
-    policy: PluginPolicy,
-    trial: Trial | None,
-    retry: bool,
+    registry: Registry, found: list[InstalledPlugin | UnreadablePlugin], policy: PluginPolicy, trial: Trial | None, retry: bool
 ) -> None:
     for name in policy.unknown(found):
         warn_once(f"plugins: no installed plugin is named {name}")

@@ -196,7 +196,7 @@ class RegisteredLayer(TunedLayer):
         assert isinstance(self.record, SpecRecord)
         spec = self.measured.spec
         rates = partial(rates_of, spec.device, spec.dtype) if seconds > 0 else None
-        return derived_prior(self.device, self.record, self.wanted, self.owners, rates)
+        return derived_prior(self.device, self.record, self.wanted, self.owners, rates, kernels=self.kernels)
 
     def must_measure(self, names: Collection[str]) -> list[str]:
         entries = self.registry.of(self.measured.kind).entries

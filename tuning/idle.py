@@ -7,6 +7,7 @@ request arrives and continued when no request is left. Its times replace shipped
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -64,14 +65,15 @@ class IdleTuner:
         self._found: list[tuple[AttentionSpec, Sequence[Point], CrossoverTable | None]] = []
         self._began = self._idle_since = time.monotonic()
         self._busy = self._told = self._closed = False
-        self._judged = 0  # Number of counted steps when the choice was last compared with the new times
+        self._judged = (0, 0)  # Numbers of counted steps and measured points when the choices were last compared
 
     def idle(self) -> float | None:
         """Start or continue measuring. Called while no request runs. Return the seconds until the next call; None if nothing is
         left to do before the next request."""
         now = time.monotonic()
         if self._busy:
-            self._busy, self._idle_since = False, now
+            self._busy = False
+            self._idle_since = now
         if (rest := self._idle_since + QUIET - now) > 0:
             return rest
         while self._found:
@@ -107,7 +109,8 @@ class IdleTuner:
     def run(self, seconds: float) -> None:
         """Measure for at most this many seconds, in a program that has no requests in the meantime."""
         until = time.monotonic() + seconds
-        self._idle_since, self._busy = time.monotonic() - QUIET, False
+        self._idle_since = time.monotonic() - QUIET
+        self._busy = False
         while (left := until - time.monotonic()) > 0 and (pause := self.idle()) is not None:
             time.sleep(min(pause, left, _POLL))
         self.busy()
@@ -201,8 +204,10 @@ class IdleTuner:
             return
         new = {key: cells for key, cells in points(found.cells).items() if all(cell.status != "oom" for cell in cells)}
         failed = {record.name: record for record in found.kernels if record.reason}
-        for cell in (cell for cells in new.values() for cell in cells if cell.status in ("incorrect", "error")):
-            log.warning("auto: %s is not used at %s %s: %s", cell.kernel, cell.phase, cell.case, cell.reason)
+        wrong = {cell.kernel: cell for cells in new.values() for cell in cells if cell.status in ("incorrect", "error")}
+        for cell in wrong.values():
+            text = "auto: %s has no time at points where it failed, such as %s %s: %s"
+            log.warning(text, cell.kernel, cell.phase, cell.case, cell.reason)
         table = self._tables[spec]
         cells = [cell for cell in table.cells if cell.point not in new and cell.kernel not in failed]
         cells += [cell for each in new.values() for cell in each]
@@ -224,10 +229,10 @@ class IdleTuner:
     def _judge(self) -> None:
         """Take the kernels that the new times prefer, if they would have saved time in the steps that ran."""
         selector = self._engine.executor.selector
-        counted = selector.steps.total()
-        if counted == self._judged or not self._engine.stats.tuned_points:
+        known = (selector.steps.total(), self._engine.stats.tuned_points)
+        if known == self._judged or 0 in known:
             return
-        self._judged = counted
+        self._judged = known
         costs: dict[AttentionSpec, CostTable] = {}
         for spec, table in self._tables.items():
             phases = {CORE_PHASE[point.phase] for point in self._layers[spec].wanted}
@@ -240,9 +245,8 @@ class IdleTuner:
             return
         began = time.perf_counter()
         self._engine.retune(costs)
-        self._judged = selector.steps.total()
         self._engine.stats.tuning_changes += 1
-        self._engine.stats.tuning_saved_seconds += 1e-6 * (now - then)
+        self._engine.stats.tuning_saved_seconds += 1e-6 * (now - then) if math.isfinite(now) else 0.0
         text = (
             "auto: took other kernels in %.1f s: attention of the steps so far would have taken %.2f of the time; attention: %s"
         )

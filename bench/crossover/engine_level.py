@@ -16,7 +16,6 @@ from rich.console import Console
 
 from headway.bench.crossover.worker_protocol import events
 from headway.core.contract.errors import ConfigError, UnsupportedError
-from headway.core.contract.operation import ATTENTION
 from headway.core.contract.support import Reason
 from headway.core.oracle.cases import parse_case
 from headway.core.select.kernels import check_names
@@ -89,7 +88,7 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
     date = datetime.now(UTC).isoformat(timespec="seconds")
     names = list(dict.fromkeys(options.backends)) if options.backends else [*_available(registry, options.device), AUTO]
     for name in names:
-        check_names(registry, {ATTENTION: BackendRequest.parse(name).names})
+        check_names(registry, BackendRequest.parse(name))
     todo = [_point(case) for case in dict.fromkeys(options.cases)]
     old = _old_table(options)
     ends = None if options.budget is None else time.monotonic() + options.budget

@@ -30,7 +30,7 @@ from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry, create_registry
-from headway.tuning.measure.derive import derive, is_similar, limits_between
+from headway.tuning.measure.derive import derive, distance, is_similar, limits_between
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.kinds import GRAPH_LEN, measured_kind
 from headway.tuning.measure.measure_point import Bench, measure_point
@@ -38,7 +38,7 @@ from headway.tuning.measure.points import Point, held_out
 from headway.tuning.measure.prior_check import as_replay
 from headway.tuning.measure.timing import InterleavedTimer, on_device
 from headway.tuning.table.convert import CORE_PHASE, source_of, to_costs
-from headway.tuning.table.noise import MOST_DRIFT
+from headway.tuning.table.noise import MOST_DRIFT, launch_us
 from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, SpecRecord, points
 
 _TIMER = InterleavedTimer(rounds=5)
@@ -241,20 +241,25 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
     return _report(table, table.device, f"leave one out, {shown.where}", layers, 0, trials, [])
 
 
-def derived_regret(table: CrossoverTable, source: CrossoverTable, layers: int = LAYERS) -> RegretReport:
-    """Return the regret of choices by times derived from another layer's or GPU's table, at all points and with all layouts and
+def derived_regret(table: CrossoverTable, sources: Sequence[CrossoverTable], layers: int = LAYERS) -> RegretReport:
+    """Return the regret of choices by times derived from tables of other layers or GPUs, at all points and with all layouts and
     block sizes that a table measured. Measures nothing. Times whose rounds differ by more than a quarter do not count.
-    :raises ConfigError: if times cannot be derived from `source`.
+    :raises ConfigError: if times cannot be derived from one of `sources`.
     """
-    if table.level != "kernel" or source.level != "kernel" or not is_similar(source.attention, table.attention):
-        need = f"a table of level kernel for a layer that differs only in sizes from {table.spec}"
-        raise ConfigError("--derived-from", need, f"one of level {source.level} for {source.spec}")
+    for each in sources:
+        if table.level != "kernel" or each.level != "kernel" or not is_similar(each.attention, table.attention):
+            need = f"a table of level kernel for a layer similar to {table.spec}"
+            raise ConfigError("--derived-from", need, f"one of level {each.level} for {each.spec}")
     known = {cell.point: Point(cell.phase, cell.batch, cell.query_len, cell.kv_len) for cell in table.cells}
     names = [record.name for record in table.kernels if record.usable]
-    derived = derive(source, table.attention, list(known.values()), names, limits_between(source, table.device, table.rates))
+    near = sorted(sources, key=lambda each: (each.device.name != table.device.name, distance(each.attention, table.attention)))
+    scaled = [(each, limits_between(each, table.device, table.rates)) for each in near]
+    derived = derive(scaled, table.attention, list(known.values()), names)
     costs, registry = to_costs(derived), create_registry(load_entry_points=False)
     replaying = {cell.kernel for cell in table.cells if cell.graph}
-    measured = points([as_replay(cell) if cell.kernel in replaying else cell for cell in table.cells])
+    launches = launch_us(table.cells)
+    cells = [each.model_copy(update={"host_us": each.host_us and launches[each.kernel, each.phase]}) for each in table.cells]
+    measured = points([as_replay(cell) if cell.kernel in replaying else cell for cell in cells])
     trials: list[RegretTrial] = []
     untimed: list[str] = []
     for layout, size in (pair for pair in pairs_of(table) if pair[0] and pair[1]):

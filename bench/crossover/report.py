@@ -376,8 +376,8 @@ def _remarks(view: View) -> list[str]:
             "--export table.csv lists them"
         )
     if table.prior is not None:
-        num_prior = sum(cell.source != "measured" for cell in table.cells)
-        lines.append(f"{num_prior} of {len(table.cells)} cells are from the {table.prior}")
+        sources = Counter({"measured": "measured here", "prior": "shipped"}.get(cell.source, cell.source) for cell in table.cells)
+        lines.append(f"cells: {', '.join(f'{count} {word}' for word, count in sources.most_common())}; {table.prior}")
     if not table.complete:
         lines.append("incomplete: interrupted, or the budget ended; --resume continues")
     return lines

@@ -171,7 +171,7 @@ def check_side(name: str, source: Kernels, options: SideOptions) -> None:
     :raises HeadwayError: if a backend, a layout or the owner of an option is not registered.
     """
     request = ALL_AUTO if name in _OTHER_SIDES else BackendRequest.parse(name)
-    check_names(source, {ATTENTION: [*request.names, *(options.options or {})]}, options.kv_layout)
+    check_names(source, request, options.kv_layout, options.options or ())
 
 
 class BackendSide:

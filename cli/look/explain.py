@@ -323,6 +323,7 @@ def explain(
         return _print(plain, sections, all_backends, as_json)
     from headway.core.contract.ranks import RankGroup
     from headway.core.engine.data.config import check_block_size
+    from headway.core.select.kernels import check_names
     from headway.core.select.request import BackendRequest, Workload
     from headway.core.select.selector import Selector, plan_text
     from headway.tuning.isolated.trial import create_registry
@@ -332,13 +333,13 @@ def explain(
     if block_size is not None:
         check_block_size(block_size, "--block-size")
     kind = _layers(model, geometry, layers, dtype, device).with_cache(kv_cache_dtype)
-    registry = create_registry(plugin or ())
-    shape = _shape(phase, batch, query_len, length)
+    registry, request = create_registry(plugin or ()), BackendRequest.parse(attn_backend)
+    check_names(registry, request, kv_layout)
+    asked, shape = Workload.parse(workload), _shape(phase, batch, query_len, length)
     if kind.cached and shape.phase not in kind.phases:
         raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
-    asked, request = Workload.parse(workload), BackendRequest.parse(attn_backend)
     for option, draft in (("attn_backend", request.names_kind("draft")), ("kv_cache_dtype", "draft=" in kv_cache_dtype)):
         if draft:
             raise ConfigError(option, "kinds of the model's own layers", "draft", "an engine with a draft model logs its plan")

@@ -230,7 +230,8 @@ def regret(
     plugin: PluginFiles = None,
     trials: Annotated[Path | None, typer.Option(help="Use the times in this earlier --output file instead of measuring.")] = None,
     derived_from: Annotated[
-        Path | None, typer.Option(help="Measure nothing: choose by times derived from this table of another layer or GPU.")
+        list[Path] | None,
+        typer.Option(help="Measure nothing: choose by times derived from this table of another layer or GPU. Repeatable."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -262,8 +263,8 @@ def regret(
             report = leave_one_out(known)
         elif trials is not None:
             report = judge_again(RegretReport.read(trials), known, expected)
-        elif derived_from is not None:
-            report = derived_regret(known, read_table(derived_from))
+        elif derived_from:
+            report = derived_regret(known, [read_table(each) for each in derived_from])
         else:
             device = resolve_device(None if known.device.type == "cuda" else known.device.type)
             if device.type == "cpu":

@@ -108,6 +108,7 @@ class UnsupportedError(HeadwayError):
     def __init__(self, asked: str, reasons: Sequence[Reason], fix: str = "") -> None:
         self.asked = asked
         self.reasons = tuple(reasons)
+        self.fix = fix
         lines = [f"{asked} cannot be used here:"]
         lines += [f"  {reason}" for reason in self.reasons]
         if fix:

@@ -20,7 +20,8 @@ class Attention(Protocol):
 
         q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim]; v: [num_tokens, num_kv_heads, v_head_dim].
 
-        Model layers that share a cache call the same layer again in one step, with another q and the same k and v.
+        Model layers that share a cache call the same layer again in one step, with another q and the same k and v. They call the
+        method `again` instead, which writes nothing, if the attention has it.
         """
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
@@ -42,8 +43,9 @@ class WatchedAttention(Attention, Protocol):
         This attribute is optional.
         """
 
-    def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention as a call does, but with torch operations that a dispatch mode can intercept."""
+    def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor, writes: bool = True) -> Tensor:
+        """Compute attention as a call does, but with torch operations that a dispatch mode can intercept. writes: False computes
+        what `again` does."""
 
 
 def _no_states(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
@@ -56,9 +58,14 @@ class AttentionFunctions:
 
     attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     run_state: Callable[[int, Tensor, Sequence[Tensor]], Tensor] = _no_states
+    attend_again: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attend(layer, q, k, v)
+
+    def again(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of another q over the same k and v by calling `attend_again`, or `attend` if there is none."""
+        return (self.attend_again or self.attend)(layer, q, k, v)
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
         """Run a layer with a state by calling `run_state`."""

@@ -20,14 +20,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import Reason, Support
 
-STATE_KINDS = (
-    "gated_delta",
-    "kda",
-    "mamba2",
-    "mamba1",
-    "lightning",
-    "conv",
-)
+STATE_KINDS = ("gated_delta", "kda", "mamba2", "mamba1", "lightning", "conv")
 """Kinds of recurrence. `StateBackend.scan` has the formula of each. `conv` is a convolution without a recurrence."""
 GATED_DELTA, KDA, MAMBA2, MAMBA1, LIGHTNING, CONV = STATE_KINDS
 CHECKPOINT_TOKENS = 64

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import cast
 
 from headway.core.contract.metadata import Phase
@@ -279,12 +280,10 @@ class Surface:
             grid, between = between, {}
         self._node = _nest(list(grid.items()))
         lines = [sorted({axes[number] for axes in grid}) for number in range(len(next(iter(grid), ())))]
-        self._corrections: list[tuple[list[_Hat], Leaf]] = []
         self._ends = [[-math.inf, *(math.log(value) for value in line), math.inf] for line in lines]
         """Boundaries of the grid cells on each axis."""
-        self._reaching: dict[tuple[int, ...], Sequence[tuple[list[_Hat], Leaf]]] = {}
-        """Results of `_around`, keyed by grid cell. A cell is given by the number of boundaries at or below a point, for each
-        axis."""
+        self._corrections: dict[tuple[int, ...], list[tuple[list[_Hat], Leaf]]] = {}
+        """Grid cell -> corrections that affect it. A cell is the number of boundaries at or below a point on each axis."""
         known = set(grid)
         # points on grid lines come first: points off the lines on two axes correct the surface that these have changed
         for axes, leaf in sorted(between.items(), key=lambda point: _off_lines(point[0], lines)):
@@ -293,31 +292,26 @@ class Surface:
             surplus = tuple(
                 got - guess if math.isfinite(guess) else 0.0 for got, guess in zip(leaf, expected, strict=True)
             )  # if the grid has no time, nothing is chosen there, whatever was measured between
-            self._corrections.append((hats, surplus))
+            for cell in product(*map(_cells, hats, self._ends)):
+                self._corrections.setdefault(cell, []).append((hats, surplus))
             known.add(axes)
-            self._reaching.clear()
 
     def at(self, axes: Sequence[float]) -> Leaf:
         """Return the logarithms of the times at a point. axes: coordinates of the point."""
         place = [math.log(max(value, 1)) for value in axes]
         found = _interpolate(self._node, place)
-        for hats, surplus in self._around(place):
+        cell = tuple(map(bisect_right, self._ends, place))
+        for hats, surplus in self._corrections.get(cell, ()):
             share = math.prod(_share(hat, value) for hat, value in zip(hats, place, strict=True))
             if share > 0.0:
                 found = tuple(value + share * more for value, more in zip(found, surplus, strict=True))
         return found
 
-    def _around(self, place: Sequence[float]) -> Sequence[tuple[list[_Hat], Leaf]]:
-        """Return the corrections that affect the grid cell around a point. place: logarithms of the point's coordinates. Results
-        are cached, because every step looks them up."""
-        cell = tuple(bisect_right(line, value) for line, value in zip(self._ends, place, strict=True))
-        found = self._reaching.get(cell)
-        if found is None:
-            found = self._reaching[cell] = [each for each in self._corrections if self._reaches(each[0], cell)]
-        return found
 
-    def _reaches(self, hats: Sequence[_Hat], cell: Sequence[int]) -> bool:
-        return all(low < line[n] and line[n - 1] < high for (low, _, high), line, n in zip(hats, self._ends, cell, strict=True))
+def _cells(hat: _Hat, line: Sequence[float]) -> list[int]:
+    """Return the numbers of the cells between the boundaries in `line` that overlap a correction's range."""
+    low, _, high = hat
+    return [n for n in range(1, len(line)) if low < line[n] and line[n - 1] < high]
 
 
 def _off_lines(axes: Axes, lines: Sequence[Sequence[float]]) -> int:

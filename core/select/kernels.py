@@ -33,7 +33,7 @@ from headway.core.contract.state import (
 )
 from headway.core.contract.support import YES, Reason, Support
 from headway.core.select.costs import NO_BLOCKS, Shape, state_shape
-from headway.core.select.request import AUTO, LayerSpecs, Workload
+from headway.core.select.request import ALL_AUTO, AUTO, KINDS, PHASES, BackendRequest, LayerSpecs, Workload
 from headway.core.system.logs import log_traceback, warn_once
 
 K = TypeVar("K", bound=Kernel)
@@ -97,8 +97,8 @@ class KernelRegistry(Generic[K, T]):
         self.rank_hooks: Sequence[RankHook] = ()
         """Rank hooks, in call order."""
 
-    def backend(self, name: str) -> type[K]:
-        """Load and return a backend's class.
+    def backend(self, name: str, layers: str = "") -> type[K]:
+        """Load and return a backend's class. layers: layers that the backend was requested for, as words for the error.
 
         :raises UnknownBackendError: if the name is not registered.
         :raises PluginError: if its module does not load, or the loaded object is not a backend.
@@ -108,7 +108,7 @@ class KernelRegistry(Generic[K, T]):
                 found = {known: self.availability(known) for known in self.entries}
                 states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
                 word = self._word if " " in self._word else f"{self.kind.name} {self._word}"
-                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], word)
+                raise UnknownBackendError(name, states, [str(failure) for failure in self._failures], word + layers)
             entry = self.entries[name]
             where = f"{self._word} {name} of {entry.owner}"
             try:
@@ -542,17 +542,19 @@ class StateCandidates(Candidates[StateSpec, StateBackend, StateLayout]):
         return (name for name in self.source.entries if self._support_without_helper(name, spec.convolution, phase, place))
 
 
-def check_names(source: Kernels, asked: Mapping[OperationKind, Iterable[str]], kv_layout: str = AUTO) -> None:
-    """Check all names of kernels and layouts that a user gave, before slow work begins.
+def check_names(
+    source: Kernels, request: BackendRequest, kv_layout: str = AUTO, more: Iterable[str] = (), states: BackendRequest = ALL_AUTO
+) -> None:
+    """Check all names of backends and layouts that a user gave, before slow work begins. more: further attention backends.
 
-    asked: kind of operation -> names of kernels.
-
-    :raises HeadwayError: if a kernel or a layout is unknown.
+    :raises HeadwayError: if a name is unknown.
     """
-    for kind, names in asked.items():
-        kernels = source.of(kind)
-        for name in names:
-            if name not in kernels.entries:
-                kernels.backend(name)  # raises; existing kernels are loaded later, where errors include a hint and a fix
+    asked = {ATTENTION: [*request.names, *request.for_draft().names, *more], STATE: states.names}
+    for kernels, name in ((source.of(kind), name) for kind, names in asked.items() for name in names):
+        if name in kernels.entries:
+            continue  # existing kernels are loaded later, where errors include a hint and a fix
+        if kernels.kind is ATTENTION and name in (*KINDS, *PHASES):
+            raise ConfigError("attn_backend", f"{name}=NAME, as no backend is called {name}", repr(name))
+        kernels.backend(name, request.layers_of(name) if kernels.kind is ATTENTION else "")  # raises
     if kv_layout != AUTO:
         source.layout(kv_layout)

@@ -185,6 +185,10 @@ class BackendRequest:
         kinds = [name for kind, _, name in self.kinds if kind not in ("state", "draft")]
         return [name for name in dict.fromkeys((self.prefill, self.decode, *kinds)) if name != AUTO]
 
+    def layers_of(self, name: str) -> str:
+        """Return " for KIND layers" of the first kind with a choice if it is this backend, or "" if no kind has chosen it."""
+        return next((f" for {kind} layers" for kind, _, each in self.kinds if each == name), "")
+
     @property
     def auto_phases(self) -> Sequence[Phase]:
         """Phases for which the selector chooses the backend of layers whose kind the request does not name."""
@@ -204,7 +208,8 @@ def parse_cache_dtypes(given: object) -> dict[str, str]:
     found = parse_by_kind("kv_cache_dtype", given, f"{need}, or KIND=DTYPE with commas ({', '.join(KINDS)})")
     for (kind, _), name in found.items():
         if name not in (AUTO, *KV_DTYPES):
-            raise ConfigError("kv_cache_dtype", need, repr(f"{kind}={name}" if kind else name))
+            hint = f"{name} is a kind of layer: {name}=DTYPE" if name in KINDS else ""
+            raise ConfigError("kv_cache_dtype", need, repr(f"{kind}={name}" if kind else name), hint)
     return {kind: name for (kind, _), name in found.items()}
 
 
@@ -251,10 +256,7 @@ class LayerSpecs:
 
     @classmethod
     def of(
-        cls,
-        model: Model,
-        kv_cache_dtype: str | Mapping[str, str] = AUTO,
-        kv_scales: Sequence[tuple[float, float]] | None = None,
+        cls, model: Model, kv_cache_dtype: str | Mapping[str, str] = AUTO, kv_scales: Sequence[tuple[float, float]] | None = None
     ) -> LayerSpecs:
         """Return the specs of a model's layers with the dtypes that the user chose for their caches; see `with_cache`."""
         cached, states = list(model.attention_specs), [layer.spec for layer in state_layers(model)]
@@ -419,9 +421,5 @@ class Workload:
         return name or f"{self.batch}x{self.input_len}+{self.output_len}"
 
 
-PRESETS = {
-    "chat": Workload(16, 1280, 256, cached_len=1024),
-    "long": Workload(4, 16384, 512),
-    "batch": Workload(256, 512, 512),
-}
+PRESETS = {"chat": Workload(16, 1280, 256, cached_len=1024), "long": Workload(4, 16384, 512), "batch": Workload(256, 512, 512)}
 """Workloads by name. chat: turns of conversations. long: long documents. batch: many short offline requests."""

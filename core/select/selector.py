@@ -30,7 +30,7 @@ from headway.core.select.choice import (
 )
 from headway.core.select.costs import NO_BLOCKS, CostTable, Shape, StepCosts
 from headway.core.select.kernels import AttentionCandidates, B, Candidates, Kernels, L, Placement, S
-from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload
+from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest, LayerSpecs, Workload, kinds_of
 
 StepKey = tuple[Phase, int, int, int]
 """(phase, batch, query_len, kv_len)."""
@@ -88,7 +88,7 @@ class KernelGroup(Generic[S, B, L]):
 
     def know(self, costs: Mapping[S, CostTable] | None) -> None:
         """Set the measured times for the next `settle`. costs: as in the constructor."""
-        self._parts = [(costs[spec], count) for spec, count in self._able.counts.items()] if costs else []
+        self._parts = self._parts_of(costs)
         self._failed = {name: why for table, _ in self._parts for name, why in table.excluded.items()}
         """Kernel excluded from selection, for example by a failed self-test -> reason."""
 
@@ -150,12 +150,17 @@ class KernelGroup(Generic[S, B, L]):
     def _failure(self, name: str) -> tuple[Reason, ...]:
         return (Reason(name, "to pass its self-test", self._failed[name]),) if name in self._failed else ()
 
-    def _measured(self, workload: Workload) -> MeasuredChoice | None:
-        """Return the choice by measured times, or None if there are no times or no free phase."""
+    def _parts_of(self, costs: Mapping[S, CostTable] | None) -> list[tuple[CostTable, int]]:
+        return [(costs[spec], count) for spec, count in self._able.counts.items()] if costs else []
+
+    def _measured(self, workload: Workload, costs: Mapping[S, CostTable] | None = None) -> MeasuredChoice | None:
+        """Return the choice by measured times, or None if there are no times or no free phase. costs: times to use instead of the
+        known ones."""
         able, free = self._able, [phase for phase in self._request.auto_phases if phase in self._able.specs]
-        if not self._parts or not free:
+        parts = self._parts if costs is None else self._parts_of(costs)
+        if not parts or not free:
             return None
-        return MeasuredChoice(self._parts, workload, able.steps(workload), free, able.specs, able.per_step)
+        return MeasuredChoice(parts, workload, able.steps(workload), free, able.specs, able.per_step)
 
     def _select(self, workload: Workload, places: Sequence[Placement[L]]) -> Selection[L]:
         able, choice = self._able, self._measured(workload)
@@ -207,8 +212,9 @@ class KernelGroup(Generic[S, B, L]):
                 label = f"{name}, " if self._request.name_for(phase) == AUTO else ""
                 found = self._able.reasons(name, phase, nearest)
                 reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]
-        wanted = ", ".join(self._request.names) or AUTO
-        where = f"{self._able.kind.name} backend {wanted} ({nearest}, {self._able.first})"
+        wanted, first = ", ".join(self._request.names) or AUTO, self._able.first
+        layers = f"{kinds_of(first)[0]} layers: " if isinstance(first, AttentionSpec) else ""
+        where = f"{layers}{self._able.kind.name} backend {wanted} ({nearest}, {first})"
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:
@@ -261,6 +267,11 @@ class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
     def serves(self, place: Placement[CacheLayout]) -> bool:
         """Return whether the request covers every phase with a placement."""
         return place in self._able.places and self._search(self._request, [place]) is not None
+
+    def reads(self, layout: str, block_size: int) -> bool:
+        """Return whether the request covers every phase with a layout, or with any if it is auto."""
+        places = dict.fromkeys(each._replace(block_size=block_size) for each in self._able.all_places)
+        return self._search(self._request, [each for each in places if layout in (AUTO, each.layout.name)]) is not None
 
     def rate(self, workload: Workload, place: Placement[CacheLayout]) -> RatedPlace[CacheLayout] | None:
         """Return the group's costs at a placement. None if no times decide there."""
@@ -315,20 +326,26 @@ class AttentionGroup(KernelGroup[AttentionSpec, AttentionBackend, CacheLayout]):
         shape = Shape(Phase.DECODE, batch, query_len, kv_len)
         return min(self.costs.step_us(name, shape) for name in self.selection.all_for(Phase.DECODE))
 
-    def compare(self, costs: Mapping[AttentionSpec, CostTable], steps: Mapping[StepKey, int]) -> tuple[float, float]:
-        """Return the microseconds that steps take by these times, with the current choices and with the fastest backends.
+    def compare(
+        self, workload: Workload, costs: Mapping[AttentionSpec, CostTable], steps: Mapping[StepKey, int]
+    ) -> tuple[float, float]:
+        """Return the microseconds that steps take by these times, with the current choices and with the choices that `settle`
+        would make. The first is infinite if a current choice has no time at a step, for example because its result was wrong.
 
         steps: (phase, batch, query_len, kv_len) -> number of steps.
         """
-        place, now, then = self.selection.place, 0.0, 0.0
-        step_costs = StepCosts([(costs[spec], n) for spec, n in self._able.counts.items()], place.layout.name, place.block_size)
+        choice, now, then = self._measured(workload, costs), 0.0, 0.0
+        found = None if choice is None else choice.select([self.selection.place], partial(self._supported, self._request))
+        if found is None:
+            return now, then
+        selection, chooser = found
         for step, count in steps.items():
-            names = self._supported(self._request, step[0], place) if step[0] in self._able.specs else ()
-            times = dict(step_costs.ranking(Shape(*step), names))
-            if times:
-                least = min(times.values())
-                now += count * times.get(self.name_for(*step), least)
-                then += count * least
+            if step[0] in selection.names:
+                name = chooser.choose(*step) if step[0] in selection.others else None
+                us = chooser.costs.step_us(name or selection.names[step[0]], Shape(*step))
+                if math.isfinite(us):
+                    now += count * chooser.costs.step_us(self.name_for(*step), Shape(*step))
+                    then += count * us
         return now, then
 
     def forget(self) -> None:
@@ -383,18 +400,18 @@ class Selector:
         self.instances: dict[str, Backends] = {}
         """Name of backends that may be called together -> instances, keyed by spec. More are added when a step needs them."""
         self._kind_of = {spec: kind for kind, part in layers.groups.items() for spec in part.distinct}
-        if len(self.groups) == 1:
-            next(iter(self.groups.values())).settle(workload)
-        else:
-            try:
+        try:
+            if len(self.groups) == 1:
+                next(iter(self.groups.values())).settle(workload)
+            else:
                 places, remark = self._choose_places(workload)
                 for each, place in zip(self.groups.values(), places, strict=True):
                     chosen = each.settle(workload, [place])
                     each.selection = replace(chosen, why=chosen.why + remark * each.is_measured(workload))
-            except UnsupportedError as error:
-                raise UnsupportedError(
-                    error.asked, error.reasons, self._fix(source, layers, request, options, bool(block_size) or kv_layout != AUTO)
-                ) from None
+        except UnsupportedError as error:
+            placed = bool(block_size) or kv_layout != AUTO
+            fix = error.fix if len(self.groups) == 1 else self._fix(source, layers, request, options, placed)
+            raise UnsupportedError(error.asked, [self._hinted(reason) for reason in error.reasons], fix) from None
         self.gathering: dict[AttentionSpec, AttentionBackend] = {}
         """Spec of a latent layer's cache -> see `AttentionGroup.gathering`."""
         self._prepare()
@@ -429,9 +446,9 @@ class Selector:
         self.steps[phase, batch, rounded(query_len), rounded(kv_len)] += 1
 
     def compare(self, costs: Mapping[AttentionSpec, CostTable]) -> tuple[float, float]:
-        """Return the microseconds that the counted steps take by these times, with the current choices and with the fastest
-        backends."""
-        found = [each.compare(costs, self.steps) for each in self.groups.values()]
+        """Return the microseconds of the counted steps by these times, with the current choices and with those that `renew` would
+        make."""
+        found = [each.compare(self._workload, costs, self.steps) for each in self.groups.values()]
         return sum(now for now, _ in found), sum(then for _, then in found)
 
     def step_us(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> float:
@@ -482,13 +499,25 @@ class Selector:
 
         sizes = dict.fromkeys(place.block_size for each in self.groups.values() for place in each.places)
         nearest = max(sizes, key=lambda size: sum(able(each, size) for each in self.groups.values()))
-        kind, group = next(
-            (pair for pair in self.groups.items() if not any(able(pair[1], size) for size in sizes)),
-            next(pair for pair in self.groups.items() if not able(pair[1], nearest)),
+        groups = self.groups.values()
+        group = next(
+            (each for each in groups if not any(able(each, size) for size in sizes)),
+            next(each for each in groups if not able(each, nearest)),
         )
         shared = any(able(group, size) for size in sizes)
-        error = group.refusal([place for place in group.places if not shared or place.block_size == nearest])
-        return UnsupportedError(f"{kind} layers: {error.asked}", error.reasons)
+        return group.refusal([place for place in group.places if not shared or place.block_size == nearest])
+
+    def _hinted(self, reason: Reason) -> Reason:
+        """Return a reason with the layout `auto` as its hint if another kind of layer refuses the layout of its hint, and `auto`
+        is supported."""
+        flag, _, name = reason.hint.partition(" ")
+        groups = self.groups.values()
+
+        def works(layout: str) -> bool:
+            sizes = dict.fromkeys(place.block_size for each in groups for place in each.places)
+            return any(all(each.reads(layout, size) for each in groups) for size in sizes)
+
+        return reason._replace(hint=f"{flag} {AUTO}") if flag == "--kv-layout" and not works(name) and works(AUTO) else reason
 
     def _fix(
         self,

@@ -90,11 +90,7 @@ def compiler_versions(capability: tuple[int, int]) -> dict[str, str]:
     The version of ptxas includes its path: "12.8.93 (/usr/bin/ptxas)". Programs and libraries that are not installed are left
     out. No GPU is used. capability: compute capability of the GPU, because Triton has a separate ptxas for some capabilities.
     """
-    found = {
-        PTXAS: _ptxas_version(10 * capability[0] + capability[1]),
-        NVRTC: _nvrtc_version(),
-        CUBLAS: _cublas_version(),
-    }
+    found = {PTXAS: _ptxas_version(10 * capability[0] + capability[1]), NVRTC: _nvrtc_version(), CUBLAS: _cublas_version()}
     return {name: version for name, version in found.items() if version}
 
 

@@ -20,7 +20,7 @@ import torch
 
 from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
-from headway.core.contract.operation import ATTENTION, STATE
+from headway.core.contract.operation import STATE
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
 from headway.core.engine.data.executor import ExecutorLostError
@@ -184,8 +184,7 @@ def checked_registry(args: EngineArgs) -> Registry:
     config, registry = args.engine_config(), args.make_registry()
     for failure in registry.failures:
         log.warning("plugin skipped: %s", failure)
-    attention = [*config.backend_request.names, *config.backend_request.for_draft().names, *config.attn_options]
-    check_names(registry, {ATTENTION: attention, STATE: config.state_request.names}, config.kv_layout)
+    check_names(registry, config.backend_request, config.kv_layout, config.attn_options, config.state_request)
     if config.speculate is not None:
         registry.proposer(config.speculate)
     if args.experts_kernel != AUTO:

@@ -23,7 +23,6 @@ from headway.core.contract.backend import AttentionBackend, Plan
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import NHD, LayerCache
 from headway.core.contract.metadata import Phase
-from headway.core.contract.operation import ATTENTION
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES
 from headway.core.select.kernels import check_names
@@ -263,7 +262,7 @@ def register(request: str) -> str:
     :raises HeadwayError: if the request is invalid or names an unregistered backend.
     """
     parsed = BackendRequest.parse(request)
-    check_names(registry(), {ATTENTION: parsed.names})
+    check_names(registry(), parsed)
     plain, capital = (NAME, NAME) if request == "auto" else (f"{NAME}:{request}", f"{NAME}:{request.upper()}")
     for name in {plain, capital}:
         if "flash" not in name:

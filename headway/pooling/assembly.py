@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.execution.local_executor import select_backends
 from headway.core.pooling.engine import EncodedText, PoolingEngine
-from headway.core.select.request import LayerSpecs, Workload
-from headway.core.select.selector import Selector
+from headway.core.select.request import LayerSpecs
 from headway.core.system.part_clock import PartClock
 from headway.engine_args import PoolingModel
 from headway.hosting.assembly import checked_registry, choose_weight_kernels
@@ -98,16 +98,7 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
     with clock.part("measuring attention"):
         costs = costs_for(layers, registry, request, table, ahead, budget)
     choose_weight_kernels(registry, products, experts, budget, clock, ahead)
-    selector = Selector(
-        registry,
-        layers,
-        request,
-        kv_layout=config.kv_layout,
-        block_size=config.block_size,
-        options=config.attn_options,
-        costs=costs,
-        workload=Workload.parse(config.workload),
-    )
+    selector = select_backends(layers, registry, config, costs)
     log.info("attention: %s", selector.selection)
     limits = StepLimits(config.for_device(device).step_tokens, config.max_num_seqs, model.max_length)
     with clock.part("memory and graphs"):

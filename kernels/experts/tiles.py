@@ -24,14 +24,7 @@ from headway.kernels.experts.builtin import (
 )
 from headway.kernels.experts.plain import ExpertOrder, Routed, RoutedKernel
 from headway.kernels.experts.route_kernels import dot_type, sorted_pairs
-from headway.kernels.experts.row_kernels import (
-    GPUS,
-    QUANTIZED_FORMATS,
-    TritonExperts,
-    activation,
-    described,
-    form_constants,
-)
+from headway.kernels.experts.row_kernels import GPUS, QUANTIZED_FORMATS, TritonExperts, activation, described, form_constants
 from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
 from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.linear.gpu_kernels import Dequantizer

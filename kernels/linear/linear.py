@@ -15,15 +15,7 @@ from headway.core.contract.linear import LinearKernel, LinearParts, LinearSpec
 from headway.core.contract.weights import QuantizedWeight, WeightFormat
 from headway.core.system.held_tensors import held_tensors
 from headway.kernels.linear.axes import Axis
-from headway.kernels.linear.choice import (
-    EXPANDED,
-    INT4PACK,
-    NATIVE,
-    TORCH,
-    LinearChoice,
-    LinearKernels,
-    builtin_kernels,
-)
+from headway.kernels.linear.choice import EXPANDED, INT4PACK, NATIVE, TORCH, LinearChoice, LinearKernels, builtin_kernels
 from headway.kernels.runtime.native.library import PackedWeight, multiply
 
 Compute = Callable[..., Tensor]

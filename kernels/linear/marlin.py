@@ -184,12 +184,7 @@ class Cutlass(ScaledMM):
             y, x_scales = y[:rows], x_scales[:rows].contiguous()
         product = out if out is not None and len(y) == rows else x.new_empty(len(y), weight.weight.shape[0])
         self._operators[_SCALED_PRODUCT](
-            out=product,
-            a=y,
-            b=weight.weight.values.t(),
-            a_scales=x_scales,
-            b_scales=weight.scales,
-            bias=None if blocks else bias,
+            out=product, a=y, b=weight.weight.values.t(), a_scales=x_scales, b_scales=weight.scales, bias=None if blocks else bias
         )
         product = product[:rows]
         product = product.add_(bias) if blocks and bias is not None else product

@@ -133,11 +133,14 @@ class _CountedAttention:
         self._calls = calls
         self.one_call_each = True
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, writes: bool = True) -> Tensor:
         before = len(self._calls)
-        out = self._attention.compute(layer, q, k, v)
+        out = self._attention.compute(layer, q, k, v, writes)
         self.one_call_each &= len(self._calls) == before + 1
         return out
+
+    def again(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self(layer, q, k, v, writes=False)
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
         self.one_call_each = False

@@ -335,12 +335,7 @@ class DummyWeights(WeightSource):
     _form: StoredFormat | None = None
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int = 0,
-        unit: Container[str] = (),
-        form: StoredFormat | None = None,
+        self, dtype: torch.dtype, device: torch.device, seed: int = 0, unit: Container[str] = (), form: StoredFormat | None = None
     ) -> None:
         """unit: names of tensors with standard deviation 1, such as an MoE model's embedding, so that the random router separates
         tokens.

@@ -251,22 +251,23 @@ class LayerInput:
 
 
 class SharedKeys:
-    """Attention of one step that passes the keys and values of a layer to the later layers that share them (Gemma 4 E2B).
-
-    Those layers write the same keys and values into the same cache once more.
-    """
+    """Attention of one step that passes the keys and values of a layer to the later layers that share them (Gemma 4 E2B)."""
 
     def __init__(self, attention: Attention, sources: Container[int]) -> None:
         """sources: places of the KV caches that several layers read."""
         self._attention = attention
+        self._again: Attention = getattr(attention, "again", attention)
         self._sources = sources
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self.state = attention.state
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return a layer's attention, as `Attention` does. k, v: without heads if the layer shares another layer's."""
+        if layer in self._held:
+            k, v = self._held[layer]
+            return self._again(layer, q, k, v)
         if layer in self._sources:
-            k, v = self._held.setdefault(layer, (k, v))
+            self._held[layer] = k, v
         return self._attention(layer, q, k, v)
 
 

@@ -230,6 +230,11 @@ def _dummy(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
 
 def _from_files(folder: Path, model_class: Any, config: Any, device: torch.device, options: dict[str, Any]) -> Any:
     slices = plain_slices(folder)  # Headway reads the index: transformers would use the last file with a tensor
+    if config.model_type in FAMILIES:  # it may be the text model of a multimodal checkpoint
+        names = FAMILIES[config.model_type].names
+        for own, other in names.aliases:
+            slices = {name.replace(other, own, 1): each for name, each in slices.items()}
+        slices = {name: each for name, each in slices.items() if not name.startswith(names.ignored_modules)}
     if device.type != "cpu" and find_spec("accelerate") is not None:  # copy each tensor directly to the device
         options = {**options, "device_map": {"": device}}
     loaded: Any = model_class.from_pretrained(

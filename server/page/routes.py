@@ -38,6 +38,7 @@ class Choices:
 
     def __init__(self, selector: Selector, device_type: str) -> None:
         self.selector = selector.main
+        self.kind = next(kind for kind, each in selector.groups.items() if each is selector.main)
         self._device_type = device_type
 
     @cached_property
@@ -129,7 +130,7 @@ def explained(driver: EngineDriver, shape: Shape) -> dict[str, Any]:
 
 def table_of(driver: EngineDriver) -> dict[str, Any]:
     """Return the backends chosen at start, the reasons against other backends, and the measured points for the chosen layout and
-    block size."""
+    block size. `plan` has the backends of every kind of layer; all else is about `kind`, which has the most layers."""
     choices = choices_of(driver)
     selection, costs = choices.selector.selection, choices.selector.costs
     return {
@@ -138,6 +139,8 @@ def table_of(driver: EngineDriver) -> dict[str, Any]:
         "layout": selection.layout.name,
         "block_size": selection.block_size,
         "why": selection.why,
+        "plan": [row._asdict() for row in driver.engine.executor.plan],
+        "kind": choices.kind,
         "noise": None if costs is None else costs.noise,
         "layers": 0 if costs is None else sum(count for _, count in costs.parts),
         "phases": [

@@ -125,6 +125,15 @@ function refused() {
   find("refused").parentElement.hidden = !rows.length;
 }
 
+/** Show the choice for each kind of layer and phase if the layers are of several kinds. */
+function plan() {
+  const rows = table.plan, names = rows.length ? Object.keys(rows[0]) : [];
+  find("plan").hidden = new Set(rows.map((each) => each.kind)).size < 2;
+  const line = (texts, cell) => make("tr", {}, ...texts.map((text) => make(cell, { textContent: text })));
+  find("plan").tHead.replaceChildren(line(names.map((name) => name.replace("_size", "")), "th"));
+  find("plan").tBodies[0].replaceChildren(...rows.map((each) => line(Object.values(each), "td")));
+}
+
 function showPhase() {
   const phase = find("phase").value;
   find("query-label").hidden = phase === "prefill";
@@ -138,7 +147,9 @@ export function showTable(found) {
   table = found;
   backends = [...new Set(table.phases.flatMap((each) => [...each.backends, ...each.points.flatMap((point) => Object.keys(point.us))]))];
   find("facts").textContent = `${table.served_as.join(", ")} on ${table.device}; kv_layout ${table.layout}, block_size ${table.block_size}; version ${table.version}`;
-  find("why").textContent = `Chosen at the start (${table.why}).`;
+  plan();
+  const mostly = find("plan").hidden ? "" : ` Times and reasons on this page apply to the kind with the most layers, ${table.kind}.`;
+  find("why").textContent = `Chosen at the start (${table.why}).${mostly}`;
   const isMeasured = table.noise !== null;
   find("look-up").hidden = find("answer").hidden = !isMeasured;
   find("unmeasured").textContent = isMeasured

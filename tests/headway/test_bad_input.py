@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from headway import LLM, SamplingParams
-from headway.core.contract.errors import ConfigError, ModelError, PromptError
+from headway.core.contract.errors import ConfigError, HeadwayError, ModelError, PromptError, UnsupportedError
 from headway.models import loader
+from plain_models import GEMMA4
 from sandbox import Result, assert_refused, run_headway
 
 Headway = Callable[..., Result]
@@ -207,6 +209,65 @@ def test_a_backend_that_raises_is_refused_by_its_self_test_and_named_in_a_step(
     monkeypatch.setenv("HEADWAY_SKIP_SELF_TEST", "1")
     refused = headway(*command)
     assert_refused(refused, "backend failing failed in prefill", "layer 0", "RuntimeError: the kernel fell over")
+
+
+# Kinds of layers
+
+
+@pytest.fixture(scope="module")
+def two_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Layers of the kinds `window` and `wide`, with heads of 100 and of 520 elements."""
+    folder = tmp_path_factory.mktemp("two-kinds")
+    config = Gemma4TextConfig(**{**GEMMA4, "head_dim": 100, "global_head_dim": 520})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def start(model: str, attn_backend: Any = "sdpa", **options: str) -> LLM:
+    return LLM(model, attn_backend=attn_backend, skip_tokenizer_init=True, kv_cache_memory="8MiB", **options)
+
+
+SIZES_OF_NATIVE = "head_dim: needs a multiple of 16 up to 256, got"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("attn_backend", "window=nosuch", ["for window layers: asked for 'nosuch', which nobody registered", "sdpa.math"]),
+        ("attn_backend", "window", ["attn_backend: needs window=NAME, as no backend is called window, got 'window'"]),
+        ("attn_backend", "decode", ["attn_backend: needs decode=NAME"]),
+        ("attn_backend", "latent=sdpa", ["a kind of layer that the model has: wide, window, full, got 'latent'"]),
+        ("attn_backend", {"window": "sdpa,full=sdpa"}, ["a name for each kind of layer, got 'sdpa,full=sdpa' for 'window'"]),
+        ("attn_backend", {"window": None}, ["needs a name for each kind of layer, got None for 'window'"]),
+        ("attn_backend", ["window=sdpa"], ["attn_backend: needs a text or a mapping"]),
+        ("attn_backend", "window=sdpa,window=sdpa.math", ["attn_backend: needs each kind and phase once"]),
+        ("attn_backend", "prefill=a,prefill=b", ["attn_backend: needs each kind and phase once"]),
+        ("attn_backend", "full:decode", ["attn_backend: needs auto, NAME"]),
+        ("attn_backend", "windows:decode=sdpa", ["needs a kind of layer: latent, wide, window, full, encoder"]),
+        ("attn_backend", "window:verify=sdpa", ["needs a phase: prefill or decode, got 'window:verify'"]),
+        ("attn_backend", "window:decode=native", ["window layers: ", f"{SIZES_OF_NATIVE} 100"]),
+        ("attn_backend", "wide:decode=native", ["wide layers: ", f"{SIZES_OF_NATIVE} 520"]),
+        ("kv_cache_dtype", "window", ["kv_cache_dtype: needs auto or", "window is a kind of layer: window=DTYPE"]),
+        ("kv_cache_dtype", "latent=fp8_e4m3", ["a kind of layer that the model has: wide, window, full, got 'latent'"]),
+        ("kv_cache_dtype", "full=int4", ["needs auto or fp8_e4m3 or int8_per_token_head, got 'full=int4'"]),
+        ("kv_cache_dtype", "full:decode=auto", ["needs kinds of layers without a phase, got 'full:decode'"]),
+        ("kv_cache_dtype", "state=fp8_e4m3", ["a kind of layer that the model has: wide, window, full, got 'state'"]),
+    ],
+)
+def test_a_choice_that_a_kind_of_layer_cannot_have_is_refused(two_kinds: str, option: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(HeadwayError) as refused:
+        start(two_kinds, **{option: value})
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "nhd_int8"])
+def test_the_hint_for_a_layout_of_one_kind_works_for_the_others(two_kinds: str, layout: str) -> None:
+    with pytest.raises(UnsupportedError, match="(wide|window) layers: .*\n  kv_layout: needs a layout that holds") as refused:
+        start(two_kinds, kv_cache_dtype="full=int8_per_token_head", kv_layout=layout)
+    (hint,) = re.findall(r'\(kv_layout="(\w+)"\)', str(refused.value))
+    selection = start(two_kinds, kv_cache_dtype="full=int8_per_token_head", kv_layout=hint).engine.selection
+    assert {kind: part.layout.name for kind, part in selection.parts.items()} == {"window": "nhd", "wide": "nhd_int8"}
 
 
 # Models

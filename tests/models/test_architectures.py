@@ -29,7 +29,6 @@ from backend_cases import LAYOUTS
 from dense_attention import DenseAttention, logits_of_text
 from engine_logits import logits_by_transformers, observed, save_random
 from graph_stub import PiecesTape
-from headway import LLM
 from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
@@ -184,23 +183,6 @@ def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path, config: 
     text = torch.randint(3, 90, (21,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         torch.testing.assert_close(logits_of_text(model, text), reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["gemma4, as 31B", "gemma4, as E2B"])
-def test_gemma_4_writes_the_same_tokens_with_drafts(tmp_path: Path, name: str) -> None:
-    """Layers that share a cache write verified tokens, and take rejected ones back, together."""
-    save_random(ROWS[name], tmp_path)
-    draw = random.Random(0)
-    prompts = [[draw.randrange(3, 9) for _ in range(length)] * 2 for length in PROMPT_LENS]
-    written = []
-    for options in ({}, {"speculate": "ngram", "num_speculative_tokens": 3}):
-        llm = LLM(
-            str(tmp_path), skip_tokenizer_init=True, kv_cache_memory="4MiB", max_num_batched_tokens=BATCHED_TOKENS, **options
-        )
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        written.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
-    assert written[0] == written[1]
-    assert llm.engine.stats.num_drafts > 0
 
 
 @pytest.mark.parametrize("name", ["gemma4, as 31B", "gemma4, as E2B"])

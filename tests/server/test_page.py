@@ -84,6 +84,9 @@ def test_explain_refuses_invalid_shapes(http: httpx.Client) -> None:
 def test_without_a_table_the_page_is_told_why(http: httpx.Client) -> None:
     found = http.get("/headway/table").json()
     assert found["noise"] is None
+    assert [(row["kind"], row["phase"], row["backend"]) for row in found["plan"]] == [
+        ("full", each["phase"], each["backends"][0]) for each in found["phases"]
+    ]
     assert "no crossover table" in found["why"]
     assert [each["points"] for each in found["phases"]] == [[], [], []]
     refused = {each["backend"]: each["reasons"] for each in found["phases"][0]["refused"]}

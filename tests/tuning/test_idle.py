@@ -19,9 +19,11 @@ from headway.core.contract.metadata import Phase
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.json_files import write_json
 from headway.engine_args import EngineArgs
+from headway.registry import Registry
 from headway.tuning import idle
 from headway.tuning.idle import IdleTuner
 from headway.tuning.measure.points import Point
+from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.table.files import read_table, stored_tables
 from headway.tuning.table.schema import CrossoverTable
 from sandbox import save_tiny_model
@@ -237,3 +239,25 @@ def test_an_engine_that_does_not_tune_while_idle_says_so(model: Path) -> None:
     assert llm.driver.assembly.tuner is None
     with pytest.raises(ConfigError, match="needs tune='idle'"):
         llm.tune(1)
+
+
+def test_a_kernel_that_turns_out_wrong_is_left_out_with_its_numbers(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pretended winner gives a wrong result at every point that is measured: the next one serves."""
+
+    def wrong(options: CrossoverOptions, registry: Registry, started: object) -> CrossoverTable:
+        table = run_kernel_level(options, registry)
+        refused = {"status": "incorrect", "reason": "relative error 0.5 exceeds 2e-05", "median_us": None, "p20_us": None}
+        refused |= {"p80_us": None, "plan_us": None, "host_us": None, "drift": None}
+        cells = [cell.model_copy(update=refused) if cell.kernel == "sdpa.math" else cell for cell in table.cells]
+        return table.model_copy(update={"cells": cells})
+
+    monkeypatch.setattr(idle, "measure_in_child", wrong)
+    llm = engine(model)
+    before = tokens(llm)
+    llm.tune(60)
+    assert "auto: sdpa.math has no time at points where it failed, such as " in caplog.text
+    assert "relative error 0.5 exceeds 2e-05" in caplog.text
+    assert llm.engine.selection.names[Phase.DECODE] == "sdpa"
+    assert tokens(llm) == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +65,18 @@ def test_bytes_and_operations_by_hand() -> None:
     write = cell_of("write", "64q1s1k", big, dtype=torch.bfloat16)
     assert write.write_bytes == 64 * 2 * 8 * 128 * 2 * 2
     assert cell_of("write", "8q1s9", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn).write_bytes == 8 * 128 * (2 + 1)
+
+
+@pytest.mark.parametrize(("n", "kv_len", "window"), [(1, 9, 4), (6, 6, 4), (3, 9, 4), (5, 9, 7), (2, 3, 8)])
+def test_keys_outside_the_window_are_no_work(n: int, kv_len: int, window: int) -> None:
+    step = cell_of("prefill" if n > 1 else "decode", f"1q{n}s{kv_len}" if n < kv_len else f"1q{n}", dtype=torch.float32)
+    spec = replace(step.spec, sliding_window=window)
+    ago = [[query - key for key in range(kv_len)] for query in range(kv_len - n, kv_len)]
+    assert replace(step, spec=spec).flops == 4 * 32 * 4 * sum(0 <= each < window for row in ago for each in row)
+    assert replace(step, spec=spec).kv_bytes == 512 * sum(any(0 <= row[key] < window for row in ago) for key in range(kv_len))
+    if n == kv_len:
+        both = replace(step, spec=replace(spec, dense=True, causal=False))
+        assert both.flops == 4 * 32 * 4 * sum(abs(each) < window for row in ago for each in row)
 
 
 def test_an_fp8_cell_keeps_what_a_dense_prefill_sees() -> None:

@@ -117,8 +117,10 @@ class AttentionWork:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of all sequences, each read once for all query heads that share it."""
-        return sum(kv_len for _, kv_len in self.lens) * self.spec.cache_row_bytes
+        """Bytes of the visible keys and values of all sequences, each read once for all query heads that share it."""
+        window = self.spec.sliding_window
+        seen = sum(kv_len if window is None else min(kv_len, window + n - 1) for n, kv_len in self.lens)
+        return seen * self.spec.cache_row_bytes
 
     @property
     def flops(self) -> int:
@@ -126,6 +128,10 @@ class AttentionWork:
         seen = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in self.lens)
         if not self.spec.causal:
             seen = sum(n * kv_len for n, kv_len in self.lens)
+        if window := self.spec.sliding_window:  # of the keys behind a query, those at the window's size or more are not seen
+            sides = 1 if self.spec.causal else 2
+            hidden = [(max(0, kv_len - window), max(0, kv_len - n - window)) for n, kv_len in self.lens]
+            seen -= sides * sum(last * (last + 1) // 2 - before * (before + 1) // 2 for last, before in hidden)
         return 2 * (self.spec.head_dim + self.spec.v_head_dim) * self.spec.num_heads * seen
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from headway.tuning.table.schema import Cell
@@ -60,3 +61,13 @@ def noise_of(cells: Sequence[Cell]) -> float:
         if cell.status in ("ok", "tie") and cell.median_us and cell.p20_us is not None and cell.p80_us is not None
     ]
     return min(max(median(spreads) if spreads else 0.0, LEAST_DIFFERENCE), _MOST_NOISE)
+
+
+def launch_us(cells: Iterable[Cell]) -> dict[tuple[str, str], float]:
+    """Return the median host time per launch of each kernel and phase. A launch costs the same for all lengths; cells differ by a
+    factor of two because other processes delay the host."""
+    found = defaultdict(list)
+    for cell in cells:
+        if cell.host_us is not None:
+            found[cell.kernel, cell.phase].append(cell.host_us)
+    return {key: median(times) for key, times in found.items()}

@@ -483,6 +483,9 @@ class PriorRecord(BaseModel):
     limits: dict[str, Annotated[FiniteFloat, Field(gt=0)]] = {}
     """Limit -> its value on this GPU divided by its value on the GPU that measured the table: copy, gemm, clock, sms. Empty if
     the times were not derived from those of another kind of GPU."""
+    sources: dict[str, list[str]] = {}
+    """Kernel -> tables from which its times were derived, nearest first, by device, layer and date. Empty if not derived, and in
+    files before 2026-11-30."""
 
     @property
     def derived(self) -> bool:

@@ -294,16 +294,20 @@ class PagedAttention:
             return None
         return self._handle, *map(id, self._parts[0].backends)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, writes: bool = True) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache, and return the attention output of q."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
-        torch.ops.headway.attention(q, k, v, out, self._handle, layer)
+        torch.ops.headway.attention(q, k, v, out, self._handle, layer, writes)
         return out
 
-    def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def again(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output of another q, after a call has written k and v in this step."""
+        return self(layer, q, k, v, writes=False)
+
+    def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor, writes: bool = True) -> Tensor:
         """Return the attention output like `__call__`, but without the op, so that torch can trace the backend's operations."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
-        self.run(layer, q, k, v, out)
+        self.run(layer, q, k, v, out, writes)
         return out
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
@@ -311,14 +315,14 @@ class PagedAttention:
         assert self.states is not None, "the model has no layers with a state"
         return self.states(layer, x, gates)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Run one layer. This is the body of the op `headway::attention`."""
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, writes: bool = True) -> None:
+        """Run one layer. This is the body of the op `headway::attention`. writes: False if the cache already has k and v."""
         assert self._slots, "begin() a step first"
         cache, kind = self.caches[layer], self._kind_of[layer]
         if self.debug:
             self._look_for_nan(layer, "the model's operations before", q, k, v)
-        decode_writes = self._decode_writes[kind]
-        if not decode_writes:
+        decode_writes = writes and self._decode_writes[kind]
+        if writes and not decode_writes:
             self._writers[layer](k, v, cache, self._slots[kind])
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
@@ -354,11 +358,11 @@ _HANDLES = count()
 _LIVE: WeakValueDictionary[int, PagedAttention] = WeakValueDictionary()
 
 _library = torch.library.Library("headway", "FRAGMENT")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int handle, int layer) -> ()")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int handle, int layer, bool writes) -> ()")
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, layer: int) -> None:
-    _LIVE[handle].run(layer, q, k, v, out)
+def _attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, layer: int, writes: bool) -> None:
+    _LIVE[handle].run(layer, q, k, v, out, writes)
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")

@@ -69,12 +69,13 @@ class _AttentionCall:
     k: Tensor
     v: Tensor
     out: Tensor
+    writes: bool
 
     def run(self, attention: PagedAttention, count: int) -> None:
         if count == len(self.q):
-            attention.run(self.layer, self.q, self.k, self.v, self.out)
+            attention.run(self.layer, self.q, self.k, self.v, self.out, self.writes)
         else:
-            attention.run(self.layer, self.q[:count], self.k[:count], self.v[:count], self.out[:count])
+            attention.run(self.layer, self.q[:count], self.k[:count], self.v[:count], self.out[:count], self.writes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +166,10 @@ class PiecewiseGraphs:
         calls: list[_AttentionCall | _StateCall] = []
         graphs: list[Callable[[], None]] = []
 
-        def between(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def between(layer: int, q: Tensor, k: Tensor, v: Tensor, writes: bool = True) -> Tensor:
             graphs.append(recorder.end())
             out = self._out(layer, q)
-            calls.append(_AttentionCall(layer, borrowed(q), borrowed(k), borrowed(v), out))
+            calls.append(_AttentionCall(layer, borrowed(q), borrowed(k), borrowed(v), out, writes))
             recorder.begin()
             return out
 
@@ -182,7 +183,7 @@ class PiecewiseGraphs:
         recorder.begin()
         with capturing(f"the model over {size} tokens"):
             try:
-                hidden = self._model(ids, positions, AttentionFunctions(between, state_between))
+                hidden = self._model(ids, positions, AttentionFunctions(between, state_between, partial(between, writes=False)))
             except BaseException:
                 with suppress(Exception):  # a failed recording may not end well, and the first error is the one to report
                     recorder.end()

@@ -42,7 +42,6 @@ from headway.core.engine.execution.model_runner import CompilationWatch, ModelRu
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
-from headway.core.select.choice import Selection
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import Kernels
 from headway.core.select.request import LayerSpecs, Workload
@@ -148,15 +147,13 @@ class LocalExecutor:
 
         :raises HeadwayError: if options conflict. The message says how to resolve the conflict.
         """
-        model = parts.model
-        layers = parts.layers
-        config = parts.config
+        model, layers, config = parts.model, parts.layers, parts.config
         self._parts = parts
         self._recorder: GraphRecorder | None = None
         self._released: dict[str, ReleasedMemory] = {}
         """Released memory of the parts that sleep, keyed by part."""
         self._device = layers.device
-        self.selector = _select(layers, parts.source, config, parts.costs, parts.compile_ahead)
+        self.selector = select_backends(layers, parts.source, config, parts.costs, parts.compile_ahead)
         self.selection = self.selector.selection
         """The backend of each phase, with the layout and block size."""
         if config.deterministic:
@@ -197,7 +194,9 @@ class LocalExecutor:
             ranks=parts.ranks,
         )
         self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, parts.ranks)
-        _log_setup(self.selector, self.selection, layers, layouts, self.capacity, states)
+        self.plan = [*(self.selector.plan() if layers.cached else ()), *(states.selector.plan("state") if states else ())]
+        """Choice for each kind of layer and phase."""
+        _log_setup(self, layers, layouts)
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
         """Compile all kernels that requests may need, and capture CUDA graphs if the device and the options allow it.
@@ -318,12 +317,12 @@ class LocalExecutor:
         return self.capacity.pool.num_pages, self.capacity.max_model_len, num_slots, chosen.block_size, chosen.layout.name, served
 
 
-def _select(
+def select_backends(
     layers: LayerSpecs,
     source: Kernels,
     config: EngineConfig,
     costs: Mapping[AttentionSpec, CostTable] | None,
-    compile_ahead: CompileAhead | None,
+    compile_ahead: CompileAhead | None = None,
 ) -> Selector:
     """Return the selector of backends. The kernels of all backends are compiled together."""
     with compile_ahead() if compile_ahead is not None else nullcontext():
@@ -352,17 +351,10 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
                 raise UnsupportedError(f"attention backend {name_of(backends)} (kv_layout={cache.layout.name})", support.reasons)
 
 
-def _log_setup(
-    selector: Selector,
-    selection: Selection[CacheLayout],
-    layers: LayerSpecs,
-    layouts: Sequence[CacheLayout],
-    capacity: Capacity,
-    states: StatePlan | None,
-) -> None:
+def _log_setup(executor: LocalExecutor, layers: LayerSpecs, layouts: Sequence[CacheLayout]) -> None:
+    selector, selection, capacity = executor.selector, executor.selection, executor.capacity
     log.info("attention: %s", selection)
-    rows = [*(selector.plan() if layers.cached else ()), *(() if states is None else states.selector.plan("state"))]
-    log.info("plan:\n%s", plan_text(rows))
+    log.info("plan:\n%s", plan_text(executor.plan))
     for spec, dense in layers.expanded.items():
         gathering = selector.gathering.get(spec)
         after = f", and long chunks after a context use {gathering.name}" if gathering is not None else ""

@@ -40,13 +40,7 @@ from headway.models.encoders.pooling.heads import (
 )
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.layers.decoder import Decoder
-from headway.models.loader import (
-    LoadOptions,
-    check_load_options,
-    chosen_dtype,
-    config_of,
-    reads_expert_weight,
-)
+from headway.models.loader import LoadOptions, check_load_options, chosen_dtype, config_of, reads_expert_weight
 
 log = logging.getLogger("headway")
 

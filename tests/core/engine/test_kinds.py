@@ -11,7 +11,7 @@ from torch import Tensor
 from engine_logits import observed
 from graph_stub import AsItIs
 from headway.backends.sdpa import SDPA
-from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
@@ -117,24 +117,6 @@ def test_full_layers_with_a_cache_of_8_bits_beside_windows_without(registry: Reg
     full = engine_of("two windows", registry, **options, kv_cache_memory=tight, max_model_len=128)
     assert tokens_of(generate(full, short, long)) == expected
     assert full.stats.num_preemptions > 0
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "word"),
-    [
-        ("attn_backend", "wide=sdpa", "attn_backend: needs a kind of layer that the model has: window, full, got 'wide'"),
-        ("attn_backend", "windows:decode=sdpa", "needs a kind of layer: latent, wide, window, full, encoder"),
-        ("attn_backend", "window:verify=sdpa", "needs a phase: prefill or decode, got 'window:verify'"),
-        ("kv_cache_dtype", "latent=fp8_e4m3", "kv_cache_dtype: needs a kind of layer that the model has: window, full"),
-        ("kv_cache_dtype", "full=int4", "needs auto or fp8_e4m3 or int8_per_token_head, got 'full=int4'"),
-        ("kv_cache_dtype", "full:decode=auto", "needs kinds of layers without a phase, got 'full:decode'"),
-    ],
-)
-def test_a_wrong_choice_for_a_kind_is_refused_in_one_line(registry: Registry, option: str, value: str, word: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        engine_of("two windows", registry, **{option: value})
-    assert word in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_backend_that_cannot_compute_a_kind_is_refused_for_it_with_a_fix_that_keeps_the_rest() -> None:

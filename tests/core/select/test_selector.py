@@ -569,21 +569,3 @@ def test_only_the_largest_kind_changes_its_backend_between_graphs() -> None:
         tuple(each.name for each in selector.backends_for(Phase.DECODE, 1, 1, kv_len).values()) for kv_len in range(64, 16384, 64)
     }
     assert found == {tuple(each.name for each in selector.instances[name].values()) for name in candidates}
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"window": "sdpa,full=sdpa"}, "needs a name for each kind of layer, got 'sdpa,full=sdpa' for 'window'"),
-        ({"window": None}, "needs a name for each kind of layer, got None for 'window'"),
-        (["window=sdpa"], "needs a text or a mapping"),
-        ("window=sdpa,window=sdpa.math", "needs each kind and phase once"),
-        ("prefill=a,prefill=b", "needs each kind and phase once"),
-        ("full:decode", "needs auto, NAME"),
-    ],
-    ids=str,
-)
-def test_a_request_by_kind_that_cannot_be_read(given: object, words: str) -> None:
-    with pytest.raises(ConfigError, match="attn_backend: ") as caught:
-        BackendRequest.parse(given)
-    assert words in str(caught.value)

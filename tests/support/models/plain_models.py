@@ -113,12 +113,12 @@ ROWS: dict[str, transformers.PretrainedConfig] = {
 }
 
 _IMAGE_TOKENS = {"image_token_id": 91, "video_token_id": 92, "audio_token_id": 93}
+_IMAGES = sizes(VOCAB, 16, 24, 1, 2, head_dim=8, patch_size=4, position_embedding_size=16)
+_26B = GEMMA4 | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True}
+_26B |= {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 GEMMA4_READS_IMAGES = (
-    transformers.Gemma4Config(
-        text_config=ROWS["gemma4, as E2B"].to_dict(),
-        vision_config=sizes(VOCAB, 16, 24, 1, 2, head_dim=8, patch_size=4, position_embedding_size=16),
-        **_IMAGE_TOKENS,
-    ),
+    transformers.Gemma4Config(text_config=ROWS["gemma4, as E2B"].to_dict(), vision_config=_IMAGES, **_IMAGE_TOKENS),
+    transformers.Gemma4Config(text_config=_26B, vision_config=_IMAGES, **_IMAGE_TOKENS),
     transformers.Gemma4UnifiedConfig(
         text_config=ROWS["gemma4_unified"].to_dict(),
         vision_config={

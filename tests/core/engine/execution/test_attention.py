@@ -66,11 +66,11 @@ class Steps:
             queries, contexts, [[2 * row, 2 * row + 1] for row in range(len(lens))], BLOCK_SIZE, decode_query_len=decode_query_len
         )
 
-    def run(self, layer: int, first: float = 1.0) -> list[str]:
+    def run(self, layer: int, first: float = 1.0, again: bool = False) -> list[str]:
         self.calls.clear()
         q, k, v = (torch.ones(self.num_tokens, heads, PLAIN.head_dim) for heads in (4, 2, 2))
         q[0] = first
-        self.attention(layer, q, k, v)
+        (self.attention.again if again else self.attention)(layer, q, k, v)
         return list(self.calls)
 
 
@@ -95,6 +95,7 @@ def test_only_decode_of_one_token_is_written_by_backends(
         steps.attention.begin(steps.metadata(lens, decode_query_len), steps.backends, steps.backends)
         assert steps.run(1) == calls
         assert steps.run(0) == plain
+        assert steps.run(0, again=True) == steps.run(1, again=True) == plain[1:]  # of a layer that shares the cache
         steps.attention.begin(steps.metadata([(1, 3)]), steps.backends, steps.backends)
         assert steps.run(1) == ["write_and_decode"]
 
