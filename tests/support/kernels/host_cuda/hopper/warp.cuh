@@ -20,9 +20,7 @@ inline void copies_commit() {
   host::begun[host::current].clear();
 }
 template <int MOST>
-void copies_wait() {
-  host::arrive(MOST);
-}
+void copies_wait() { host::arrive(MOST); }
 template <typename T>
 T load_stored(const T* from) {
   host::check(from, sizeof(T));
