@@ -262,10 +262,10 @@ class LocalExecutor:
             self._capture_graphs(self._recorder)
 
     def _settle(self, watch: CompilationWatch) -> None:
-        for _ in range(_MOST_ROUNDS):
+        for number in range(_MOST_ROUNDS):
             began = time.perf_counter()
             watch.take()
-            self.warmup.run()
+            self.warmup.run(complete=number > 0)
             compiled = watch.take()
             log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
             if not max(gathered(self._parts.ranks, [len(compiled)], self._device)[0]):
