@@ -416,17 +416,7 @@ def described(weight: QuantizedWeight) -> WeightBytes:
 
 def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
     """Return the compile-time constants of a quantization format. dtype: type of x."""
-    return {
-        "ROW": weight.row,
-        "WEIGHT": weight.kind,
-        "HALF": weight.half,
-        "SCALES": weight.scales,
-        "SCALE_SPAN": weight.scale_span,
-        "SCALE_ROWS": weight.scale_rows,
-        "ZEROS": weight.zeros,
-        "DOT": dot_type(dtype),
-        "ASSEMBLY": not INTERPRETED,
-    }
+    return {**weight.constants, "DOT": dot_type(dtype), "ASSEMBLY": not INTERPRETED}
 
 
 _SPAN = 16

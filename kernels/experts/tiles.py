@@ -34,8 +34,8 @@ from headway.kernels.experts.row_kernels import (
 )
 from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
 from headway.kernels.linear.forms import WeightBytes
-from headway.kernels.linear.gpu_kernels import Dequantizer
-from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
+from headway.kernels.linear.gpu_kernels import dequantize
+from headway.kernels.runtime.triton_launch import FixedLauncher, Launchers, shared_memory
 
 
 def span_of_a_tile(form: WeightBytes, columns: int) -> int:
@@ -262,7 +262,7 @@ class DequantizingKernel(RoutedKernel):
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
         self._inner = self.inner(_expanded(spec), shared)
-        self._dequantized = Dequantizer(spec.device)
+        self._launchers = Launchers(spec.device)
 
     @classmethod
     def available(cls) -> Support:
@@ -287,7 +287,7 @@ class DequantizingKernel(RoutedKernel):
     def _plain(self, weight: Tensor | QuantizedWeight, rows: int) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        return self._dequantized(weight, self.spec.dtype).view(-1, rows, weight.shape[1])
+        return dequantize(self._launchers, weight, self.spec.dtype).view(-1, rows, weight.shape[1])
 
 
 def _expanded(spec: ExpertsSpec) -> ExpertsSpec:
