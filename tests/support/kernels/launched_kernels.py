@@ -24,8 +24,9 @@ from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
 from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import spec_of
-from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding
+from headway.kernels.linear.gpu_kernels import dequantize, round_rows
 from headway.kernels.linear.quantized import TritonKernel
+from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
 from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 from headway.kernels.step.config import LatentConfig
@@ -186,7 +187,7 @@ def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:
     """Run linear layers with a quantized weight of each format, with each kernel that supports it."""
-    dequantize, rounding = Dequantizer(GPU), RowRounding(GPU)
+    launchers = Launchers(GPU)
     heads, rope = Heads(4, 2, 128), tuple(torch.empty(2, 64, 64, dtype=FP32, device=GPU))
     norm = Norm(torch.empty(shape[1], dtype=dtype, device=GPU), 1e-6)
     for whole, weight in quantized_weights(shape):
@@ -201,9 +202,9 @@ def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterabl
             multiply(x, read, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
             if kernel.rotates(count, read, heads):
                 multiply(x, read, norm, rotated=(heads, (rope[0], rope[1])))
-        dequantize(weight, dtype)
+        dequantize(launchers, weight, dtype)
     for group in (128, shape[1]):
-        rounding(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
+        round_rows(launchers, torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
 
 
 def quantized_weights(shape: tuple[int, int]) -> Iterable[tuple[bool, QuantizedWeight]]:
