@@ -327,8 +327,7 @@ def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None
         kind = choice_of(linear)
         assert way in kind.kernels, str(kind.refused.get("w8a8"))
         step = bound(linear, way)
-        x = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda()
-        group = 128 if "blocks" in form else shape[1]
+        x, group = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda(), 128 if "blocks" in form else shape[1]
         rounded, scales = round_rows(Launchers(CUDA), x, group, None)
         read = rounded[:rows].double() * scales[:rows].double().repeat_interleave(group, 1)
         exact = read @ on_device(weight, CUDA).dequantized(torch.float64).t() + bias.cuda().double()

@@ -89,8 +89,7 @@ def test_x_gets_eight_bits_under_scales_of_its_own(group: int) -> None:
     drawn = torch.randn(5, 384, generator=torch.Generator().manual_seed(5)).to(torch.float8_e4m3fn).float()
     drawn[:, ::128] = 448
     factors = 2.0 ** -torch.arange(5 * 384 // group).view(5, -1)
-    x = (drawn * factors.repeat_interleave(group, 1)).to(BF16)
-    y, scales = round_rows(Launchers(torch.device("cpu")), x, group, None)
+    y, scales = round_rows(Launchers(torch.device("cpu")), (drawn * factors.repeat_interleave(group, 1)).to(BF16), group, None)
     assert y.shape == (8, 384)
     assert scales.stride() == (1, 8)
     assert torch.equal(scales[:5], factors)
