@@ -27,7 +27,7 @@ from headway.kernels.experts.plain import Routed, RoutedKernel
 from headway.kernels.experts.route_kernels import dot_type
 from headway.kernels.experts.weights import examples_of, reads_form
 from headway.kernels.linear.forms import WeightBytes, tensors_of, weight_bytes
-from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
+from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs, wide_scales
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Grid, Launchers, can_launch
 
 
@@ -224,12 +224,6 @@ def _products(slices, low, high, WEIGHT: tl.constexpr, HALF: tl.constexpr, ZEROS
               ASSEMBLY: tl.constexpr):  # fmt: skip
     """Return [BLOCK_N, BLOCK_G]: for each slice, the scaled sum of its weights times x."""
     codes = slices[0]
-    scales = 1.0
-    if WEIGHT == "mxfp4":  # exponents; the smallest one needs a subnormal
-        wide = slices[1].to(tl.int32)
-        scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
-    elif WEIGHT != "plain":
-        scales = slices[1].to(tl.float32)
     if WEIGHT == "plain":
         sums = codes.to(tl.float32) * low[None, :]
     elif HALF > 0:
@@ -245,7 +239,9 @@ def _products(slices, low, high, WEIGHT: tl.constexpr, HALF: tl.constexpr, ZEROS
         sums = tl.sum(first * low[None, :, :] + second * high[None, :, :], 2)
     else:
         sums = tl.sum(unpack_bytes(codes, WEIGHT, DOT, ASSEMBLY).to(tl.float32) * low[None, :, :], 2)
-    return sums * scales
+    if WEIGHT != "plain":
+        sums *= wide_scales(slices[1], WEIGHT)
+    return sums
 
 
 QUANTIZED_FORMATS = frozenset({"fp8", "int8", "int4", "mxfp4"})

@@ -86,10 +86,7 @@ def one_row(
         gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
-    if HEADS > 0 and QK_NORM:
-        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
-    else:
-        low_weight, high_weight = 1.0, 1.0
+    low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # not earlier: later kernels would compete for memory bandwidth with the current ones
@@ -202,10 +199,7 @@ def few_rows(
     y_at = y_ptr + r[None, :] * N + n[:, None]
     mask = (r < rows)[None, :] & (n < N)[:, None]
     x_at = r.to(tl.int64)[None, None, :] * K + k[:, :, None]
-    if HEADS > 0 and QK_NORM:
-        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
-    else:
-        low_weight, high_weight = 1.0, 1.0
+    low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)
     if PDL:
         gdc_wait()
         if not EARLY:
@@ -266,13 +260,17 @@ def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
-    """Return both halves [1, BLOCK_HALF] of the norm weight of this program's head."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, like the tensors that it is compared with
-    h = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (h < HALF) & (head < HEADS + KV_HEADS)
-    return either(q_norm_ptr, k_norm_ptr, h, head < HEADS, mask), either(q_norm_ptr, k_norm_ptr, h + HALF, head < HEADS, mask)
+                HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
+    """Return both halves [1, BLOCK_HALF] of the norm weight of this program's head, or 1 twice if there is no such norm."""
+    low, high = 1.0, 1.0
+    if HEADS > 0 and QK_NORM:
+        HALF: tl.constexpr = HEAD_DIM // 2
+        head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, like what it is compared with
+        h = tl.arange(0, BLOCK_HALF)[None, :]
+        mask = (h < HALF) & (head < HEADS + KV_HEADS)
+        low = either(q_norm_ptr, k_norm_ptr, h, head < HEADS, mask)
+        high = either(q_norm_ptr, k_norm_ptr, h + HALF, head < HEADS, mask)
+    return low, high
 
 
 @triton.jit
