@@ -72,16 +72,9 @@ def one_row(
     k = tl.arange(0, BLOCK_K)
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     live = (n < N)[:, None]
-    gates = ()
-    ups = ()
-    scales = ()
+    chunks = ()
     for c in tl.static_range(DEPTH):
-        inside = c * BLOCK_K + k < K
-        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-        if GATED:
-            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-        if NORM:
-            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+        chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     if BIAS:
         gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         if GATED:
@@ -99,18 +92,12 @@ def one_row(
         x = tl.load(x_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= scales[c].to(tl.float32)
-        gate += gates[c].to(tl.float32) * x[None, :]
+            x *= chunks[c][2].to(tl.float32)
+        gate += chunks[c][0].to(tl.float32) * x[None, :]
         if GATED:
-            up += ups[c].to(tl.float32) * x[None, :]
+            up += chunks[c][1].to(tl.float32) * x[None, :]
         if c + DEPTH < CHUNKS:
-            inside = (c + DEPTH) * BLOCK_K + k < K
-            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
-            gates = gates + (_weights(ahead, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-            if GATED:
-                ups = ups + (_weights(ahead + N * K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-            if NORM:
-                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
+            chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c + DEPTH, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     factor = 1.0
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -182,16 +169,9 @@ def few_rows(
     k = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None, :]  # [SLICES, STEP]
     at = n.to(tl.int64)[None, :, None] * K + k[:, None, :]
     live = (n < N)[None, :, None]
-    gates = ()
-    ups = ()
-    scales = ()
+    chunks = ()
     for c in tl.static_range(DEPTH):
-        inside = c * BLOCK_K + k < K
-        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-        if GATED:
-            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-        if NORM:
-            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+        chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     if BIAS:
         gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -215,18 +195,12 @@ def few_rows(
         if NORM:
             exact = x.to(tl.float32)
             squares += tl.sum(exact * exact, 1)
-            x = exact * scales[c].to(tl.float32)[:, :, None]
-        gate = tl.dot(gates[c].to(DOT), x.to(DOT), gate)
+            x = exact * chunks[c][2].to(tl.float32)[:, :, None]
+        gate = tl.dot(chunks[c][0].to(DOT), x.to(DOT), gate)
         if GATED:
-            up = tl.dot(ups[c].to(DOT), x.to(DOT), up)
+            up = tl.dot(chunks[c][1].to(DOT), x.to(DOT), up)
         if c + DEPTH < CHUNKS:
-            inside = (c + DEPTH) * BLOCK_K + k < K
-            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
-            gates = gates + (_weights(ahead, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-            if GATED:
-                ups = ups + (_weights(ahead + N * K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-            if NORM:
-                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
+            chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c + DEPTH, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     factor = tl.full((BLOCK_M,), 1.0, tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -246,6 +220,21 @@ def few_rows(
     if HEADS > 0:
         rotate_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
+
+
+@triton.jit
+def _chunk(weight_ptr, norm_ptr, at, live, k, c, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+           NORM: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """Load columns k of chunk c: of the weight, of the rows for up (GATED), and of the norm's weight (NORM)."""
+    inside = c * BLOCK_K + k < K
+    ptr, mask = weight_ptr + c * BLOCK_K, live & tl.expand_dims(inside, -2)
+    gate = _weights(ptr, at, mask, N, K, BLOCK_N, BLOCK_K)
+    up, scales = gate, gate
+    if GATED:
+        up = _weights(ptr + N * K, at, mask, N, K, BLOCK_N, BLOCK_K)
+    if NORM:
+        scales = tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0)
+    return gate, up, scales
 
 
 @triton.jit
