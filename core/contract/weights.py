@@ -32,9 +32,11 @@ class QuantizedWeight(ABC):
         """Name of the weight format."""
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(N, K), from the first tensor in `spans`."""
+        name, span = next(iter(self.spans.items()))
+        rows, columns = getattr(self, name).shape
+        return rows, columns * span
 
     @property
     @abstractmethod
@@ -131,10 +133,6 @@ class Float8Weight(QuantizedWeight):
     """Numbers of rows and columns that share a scale: (1, K) for one scale per row, (128, 128) for DeepSeek's blocks."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], self.values.shape[1]
-
-    @property
     def spans(self) -> Mapping[str, int]:
         return {"values": 1, "scales": 0 if self.scales.shape[1] == 1 else self.block[1]}
 
@@ -180,10 +178,6 @@ class Int8Weight(QuantizedWeight):
     """float32 [N]"""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], self.values.shape[1]
-
-    @property
     def spans(self) -> Mapping[str, int]:
         return {"values": 1, "scales": 0}
 
@@ -205,10 +199,6 @@ class Int4Weight(QuantizedWeight):
     group_size: int
     order: Tensor | None = None
     """int32 [K]: index of the input of each column. None means column k belongs to input k."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.packed.shape[0], self.packed.shape[1] * 2
 
     @property
     def spans(self) -> Mapping[str, int]:
@@ -246,10 +236,6 @@ class Float4Weight(QuantizedWeight):
     """uint8 [N, K / 2]: packed as in `Int4Weight`, with groups of 32 columns."""
     exponents: Tensor
     """uint8 [N, K / 32]: scale = 2 ** (exponent - 127)."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.packed.shape[0], self.packed.shape[1] * 2
 
     @property
     def spans(self) -> Mapping[str, int]:

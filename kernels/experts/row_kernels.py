@@ -27,117 +27,8 @@ from headway.kernels.experts.plain import Routed, RoutedKernel
 from headway.kernels.experts.route_kernels import dot_type
 from headway.kernels.experts.weights import examples_of, reads_form
 from headway.kernels.linear.forms import WeightBytes, tensors_of, weight_bytes
-from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
+from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs, wide_scales
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Grid, Launchers, can_launch
-
-
-@triton.jit
-def gate_up_rows(
-    x_ptr,  # [num_tokens, HIDDEN], normed
-    weight_ptr,  # [NUM_ALL, 2 INNER, HIDDEN], gate over up
-    bias_ptr,  # [NUM_ALL, 2 INNER] (BIAS)
-    experts_ptr,  # int32 [num_tokens * SLOTS]
-    y_ptr,  # [num_tokens * SLOTS, INNER], written
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr,  # chunks of weights that are loaded ahead
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,  # 0 means no limit
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y = activation(W_e x + bias) for each pair (GEMV). Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
-    CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
-    pair = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # not earlier: the next kernel reads the experts before it waits
-    expert = tl.load(experts_ptr + pair).to(tl.int64)
-    rows = weight_ptr + expert * (2 * INNER * HIDDEN)
-    at = n[:, None] * HIDDEN + k[None, :]
-    x_at = x_ptr + (pair // SLOTS).to(tl.int64) * HIDDEN + k
-    gates = ()
-    ups = ()
-    for c in tl.static_range(DEPTH):
-        gates = gates + (_streamed(rows, at, n, k, c, INNER, HIDDEN, BLOCK_N, BLOCK_K),)
-        ups = ups + (_streamed(rows + INNER * HIDDEN, at, n, k, c, INNER, HIDDEN, BLOCK_N, BLOCK_K),)
-    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for c in tl.static_range(CHUNKS):
-        x = tl.load(x_at + c * BLOCK_K, mask=c * BLOCK_K + k < HIDDEN, other=0.0).to(tl.float32)[None, :]
-        gate += gates[c].to(tl.float32) * x
-        up += ups[c].to(tl.float32) * x
-        if c + DEPTH < CHUNKS:
-            gates = gates + (_streamed(rows, at, n, k, c + DEPTH, INNER, HIDDEN, BLOCK_N, BLOCK_K),)
-            ups = ups + (_streamed(rows + INNER * HIDDEN, at, n, k, c + DEPTH, INNER, HIDDEN, BLOCK_N, BLOCK_K),)
-    gate_sum = tl.sum(gate, 1)
-    up_sum = tl.sum(up, 1)
-    if BIAS:
-        own = bias_ptr + expert * (2 * INNER) + n
-        gate_sum += tl.load(own, mask=n < INNER, other=0.0).to(tl.float32)
-        up_sum += tl.load(own + INNER, mask=n < INNER, other=0.0).to(tl.float32)
-    y = activated(gate_sum, up_sum, ALPHA, LIMIT)
-    tl.store(y_ptr + pair * INNER + n, y.to(y_ptr.dtype.element_ty), mask=n < INNER)
-
-
-@triton.jit
-def down_rows(
-    x_ptr,  # [num_tokens * SLOTS, INNER]
-    weight_ptr,  # [NUM_ALL, HIDDEN, INNER]
-    bias_ptr,  # [NUM_ALL, HIDDEN] (BIAS)
-    experts_ptr,  # int32 [num_tokens * SLOTS]
-    weights_ptr,  # float32 [num_tokens * SLOTS]
-    y_ptr,  # [num_tokens, HIDDEN], added to
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr,  # chunks of weights that are loaded ahead
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y += the weighted sum of W_e x + bias over a token's slots (GEMV). Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
-
-    The experts were selected two kernels earlier, and the kernel in between waited for the selection before it allowed this
-    kernel to start. So this kernel can load the experts' weights before x is available.
-    """
-    CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
-    pair = tl.program_id(0) * SLOTS
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    at = n[:, None] * INNER + k[None, :]
-    tiles = ()
-    for i in tl.static_range(DEPTH):
-        expert = tl.load(experts_ptr + pair + i // CHUNKS).to(tl.int64)
-        rows = weight_ptr + expert * (HIDDEN * INNER)
-        tiles = tiles + (_streamed(rows, at, n, k, i % CHUNKS, HIDDEN, INNER, BLOCK_N, BLOCK_K),)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    y_at = y_ptr + tl.program_id(0).to(tl.int64) * HIDDEN + n
-    y = tl.load(y_at, mask=n < HIDDEN, other=0.0).to(tl.float32)
-    if BIAS:
-        for slot in tl.static_range(SLOTS):
-            expert = tl.load(experts_ptr + pair + slot).to(tl.int64)
-            bias = tl.load(bias_ptr + expert * HIDDEN + n, mask=n < HIDDEN, other=0.0).to(tl.float32)
-            y += tl.load(weights_ptr + pair + slot) * bias
-    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for i in tl.static_range(SLOTS * CHUNKS):
-        inside = (i % CHUNKS) * BLOCK_K + k < INNER
-        weight = tl.load(weights_ptr + pair + i // CHUNKS)
-        x = tl.load(x_ptr + (pair + i // CHUNKS) * INNER + (i % CHUNKS) * BLOCK_K + k, mask=inside, other=0.0)
-        sums += tiles[i].to(tl.float32) * (x.to(tl.float32) * weight)[None, :]
-        if i + DEPTH < SLOTS * CHUNKS:
-            expert = tl.load(experts_ptr + pair + (i + DEPTH) // CHUNKS).to(tl.int64)
-            rows = weight_ptr + expert * (HIDDEN * INNER)
-            tiles = tiles + (_streamed(rows, at, n, k, (i + DEPTH) % CHUNKS, HIDDEN, INNER, BLOCK_N, BLOCK_K),)
-    tl.store(y_at, (y + tl.sum(sums, 1)).to(y_ptr.dtype.element_ty), mask=n < HIDDEN)
 
 
 @triton.jit
@@ -151,24 +42,10 @@ def activated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _streamed(rows, at, n, k, c, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load a chunk of weights [BLOCK_N, BLOCK_K] that is read once and need not stay in the cache."""
-    if N % BLOCK_N == 0 and K % BLOCK_K == 0:
-        tile = tl.load(rows + c * BLOCK_K + at, eviction_policy="evict_first")
-    else:
-        inside = (n < N)[:, None] & (c * BLOCK_K + k < K)[None, :]
-        tile = tl.load(rows + c * BLOCK_K + at, mask=inside, other=0.0, eviction_policy="evict_first")
-    return tile
-
-
-# Triton reads annotations at compile time, so they must not be deferred here.
-
-
-@triton.jit
-def gate_up_quantized_rows(
+def gate_up_rows(
     x_ptr,  # [num_tokens, HIDDEN], normed
-    weight_ptr,  # bytes [NUM_ALL * 2 INNER, ROW], gate over up
-    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4)
+    weight_ptr,  # bytes, or elements if WEIGHT is plain, [NUM_ALL * 2 INNER, ROW], gate over up
+    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4); not read if WEIGHT is plain
     zeros_ptr,  # uint8 [rows of scales, SCALES] (ZEROS)
     bias_ptr,  # [NUM_ALL, 2 INNER] (BIAS)
     experts_ptr,  # int32 [num_tokens * SLOTS]
@@ -176,8 +53,8 @@ def gate_up_quantized_rows(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
-    ROW: tl.constexpr,  # bytes per row
-    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
+    ROW: tl.constexpr,  # bytes (plain: elements) per row
+    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py), or plain
     HALF: tl.constexpr,  # bytes of a group with two values per byte; 0 means one value per byte
     SCALES: tl.constexpr,  # scales per row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale
@@ -185,7 +62,7 @@ def gate_up_quantized_rows(
     ZEROS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,  # slices per chunk
-    SPAN: tl.constexpr,  # bytes per slice
+    SPAN: tl.constexpr,  # bytes per slice; plain: 1 element
     DEPTH: tl.constexpr,  # chunks that are loaded ahead
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,  # 0 means no limit
@@ -194,7 +71,7 @@ def gate_up_quantized_rows(
     ASSEMBLY: tl.constexpr,  # unpack with NVIDIA instructions (inline PTX)
     PDL: tl.constexpr,
 ):
-    """y = activation(W_e x + bias) for each pair (GEMV with dequantize). Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
+    """y = activation(W_e x + bias) for each pair (GEMV). Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
     CHUNKS: tl.constexpr = (ROW // SPAN + BLOCK_G - 1) // BLOCK_G
     pair = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -208,20 +85,20 @@ def gate_up_quantized_rows(
     ups = ()
     for c in tl.static_range(DEPTH):
         gates = gates + (_slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, INNER, ROW, SPAN, SCALES, SCALE_SPAN,
-                                 SCALE_ROWS, ZEROS),)  # fmt: skip
+                                 SCALE_ROWS, ZEROS, WEIGHT),)  # fmt: skip
         ups = ups + (_slices(weight_ptr, scales_ptr, zeros_ptr, first + INNER, n, g, c, INNER, ROW, SPAN, SCALES, SCALE_SPAN,
-                             SCALE_ROWS, ZEROS),)  # fmt: skip
+                             SCALE_ROWS, ZEROS, WEIGHT),)  # fmt: skip
     gate = tl.zeros((BLOCK_N, BLOCK_G), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_G), tl.float32)
     for c in tl.static_range(CHUNKS):
-        low, high = _inputs(x_row, g, c, ROW, SPAN, HALF)
+        low, high = _inputs(x_row, g, c, ROW, SPAN, HALF, WEIGHT)
         gate += _products(gates[c], low, high, WEIGHT, HALF, ZEROS, DOT, ASSEMBLY)
         up += _products(ups[c], low, high, WEIGHT, HALF, ZEROS, DOT, ASSEMBLY)
         if c + DEPTH < CHUNKS:
             gates = gates + (_slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c + DEPTH, INNER, ROW, SPAN, SCALES,
-                                     SCALE_SPAN, SCALE_ROWS, ZEROS),)  # fmt: skip
+                                     SCALE_SPAN, SCALE_ROWS, ZEROS, WEIGHT),)  # fmt: skip
             ups = ups + (_slices(weight_ptr, scales_ptr, zeros_ptr, first + INNER, n, g, c + DEPTH, INNER, ROW, SPAN, SCALES,
-                                 SCALE_SPAN, SCALE_ROWS, ZEROS),)  # fmt: skip
+                                 SCALE_SPAN, SCALE_ROWS, ZEROS, WEIGHT),)  # fmt: skip
     gate_sum = tl.sum(gate, 1)
     up_sum = tl.sum(up, 1)
     if BIAS:
@@ -233,9 +110,9 @@ def gate_up_quantized_rows(
 
 
 @triton.jit
-def down_quantized_rows(
+def down_rows(
     x_ptr,  # [num_tokens * SLOTS, INNER]
-    weight_ptr,  # bytes [NUM_ALL * HIDDEN, ROW]
+    weight_ptr,  # [NUM_ALL * HIDDEN, ROW], as above
     scales_ptr,  # as above
     zeros_ptr,
     bias_ptr,  # [NUM_ALL, HIDDEN] (BIAS)
@@ -261,10 +138,10 @@ def down_quantized_rows(
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y += the weighted sum of W_e x + bias over a token's slots (GEMV with dequantize). Grid (num_tokens, cdiv(HIDDEN,
-    BLOCK_N)).
+    """y += the weighted sum of W_e x + bias over a token's slots (GEMV). Grid (num_tokens, cdiv(HIDDEN, BLOCK_N)).
 
-    Weights are loaded before x is available; see down_rows.
+    The experts were selected two kernels earlier, and the kernel in between waited for the selection before it allowed this
+    kernel to start. So this kernel can load the experts' weights before x is available.
     """
     CHUNKS: tl.constexpr = (ROW // SPAN + BLOCK_G - 1) // BLOCK_G
     pair = tl.program_id(0) * SLOTS
@@ -274,7 +151,7 @@ def down_quantized_rows(
     for i in tl.static_range(DEPTH):
         first = tl.load(experts_ptr + pair + i // CHUNKS).to(tl.int64) * HIDDEN
         tiles = tiles + (_slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, i % CHUNKS, HIDDEN, ROW, SPAN, SCALES,
-                                 SCALE_SPAN, SCALE_ROWS, ZEROS),)  # fmt: skip
+                                 SCALE_SPAN, SCALE_ROWS, ZEROS, WEIGHT),)  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -287,39 +164,52 @@ def down_quantized_rows(
             y += tl.load(weights_ptr + pair + slot) * bias
     sums = tl.zeros((BLOCK_N, BLOCK_G), tl.float32)
     for i in tl.static_range(SLOTS * CHUNKS):
-        low, high = _inputs(x_ptr + (pair + i // CHUNKS).to(tl.int64) * INNER, g, i % CHUNKS, ROW, SPAN, HALF)
-        part = _products(tiles[i], low, high, WEIGHT, HALF, ZEROS, DOT, ASSEMBLY)
-        sums += tl.load(weights_ptr + pair + i // CHUNKS) * part
+        low, high = _inputs(x_ptr + (pair + i // CHUNKS).to(tl.int64) * INNER, g, i % CHUNKS, ROW, SPAN, HALF, WEIGHT)
+        weight = tl.load(weights_ptr + pair + i // CHUNKS)
+        if WEIGHT == "plain":  # x has fewer elements than the products
+            sums += _products(tiles[i], low * weight, high, WEIGHT, HALF, ZEROS, DOT, ASSEMBLY)
+        else:
+            sums += weight * _products(tiles[i], low, high, WEIGHT, HALF, ZEROS, DOT, ASSEMBLY)
         if i + DEPTH < SLOTS * CHUNKS:
             first = tl.load(experts_ptr + pair + (i + DEPTH) // CHUNKS).to(tl.int64) * HIDDEN
             tiles = tiles + (_slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, (i + DEPTH) % CHUNKS, HIDDEN, ROW, SPAN,
-                                     SCALES, SCALE_SPAN, SCALE_ROWS, ZEROS),)  # fmt: skip
+                                     SCALES, SCALE_SPAN, SCALE_ROWS, ZEROS, WEIGHT),)  # fmt: skip
     tl.store(y_at, (y + tl.sum(sums, 1)).to(y_ptr.dtype.element_ty), mask=n < HIDDEN)
 
 
 @triton.jit
 def _slices(weight_ptr, scales_ptr, zeros_ptr, first, n, g, c, N: tl.constexpr, ROW: tl.constexpr, SPAN: tl.constexpr,
-            SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Load chunk c of rows first + n: bytes [BLOCK_N, BLOCK_G, SPAN], read once, and scales and zeros [BLOCK_N, BLOCK_G]."""
+            SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+            WEIGHT: tl.constexpr):  # fmt: skip
+    """Load chunk c of rows first + n, which is read once and need not stay in the cache: elements [BLOCK_N, BLOCK_G] if WEIGHT is
+    plain, else bytes [BLOCK_N, BLOCK_G, SPAN], and scales and zeros [BLOCK_N, BLOCK_G]."""
     u = c * g.shape[0] + g
     inside = (n < N)[:, None] & (u < ROW // SPAN)[None, :]
-    at = n[:, None, None] * ROW + (u[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, :, :]
-    codes = tl.load(weight_ptr + first * ROW + at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")
-    place = ((first + n) // SCALE_ROWS * SCALES)[:, None] + (u * SPAN // SCALE_SPAN)[None, :]
-    scales = tl.load(scales_ptr + place, mask=inside, other=0)
-    zeros = scales
-    if ZEROS:
-        zeros = tl.load(zeros_ptr + place, mask=inside, other=0)
-    return codes, scales, zeros
+    if WEIGHT == "plain":
+        chunk = weight_ptr + (first * ROW + c * g.shape[0]) + (n[:, None] * ROW + g[None, :])
+        if N // n.shape[0] * n.shape[0] == N and ROW // g.shape[0] * g.shape[0] == ROW:  # constexpr has no right-hand %
+            loaded = (tl.load(chunk, eviction_policy="evict_first"),)
+        else:
+            loaded = (tl.load(chunk, mask=inside, other=0.0, eviction_policy="evict_first"),)
+    else:
+        at = n[:, None, None] * ROW + (u[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, :, :]
+        codes = tl.load(weight_ptr + first * ROW + at, mask=inside[:, :, None], other=0, eviction_policy="evict_first")
+        place = ((first + n) // SCALE_ROWS * SCALES)[:, None] + (u * SPAN // SCALE_SPAN)[None, :]
+        loaded = codes, tl.load(scales_ptr + place, mask=inside, other=0)
+        if ZEROS:
+            loaded = loaded + (tl.load(zeros_ptr + place, mask=inside, other=0),)
+    return loaded
 
 
 @triton.jit
-def _inputs(x_row, g, c, ROW: tl.constexpr, SPAN: tl.constexpr, HALF: tl.constexpr):
-    """Load the elements of x that belong to the low and to the high values of a chunk's bytes, as float32 [BLOCK_G, SPAN]
-    each."""
+def _inputs(x_row, g, c, ROW: tl.constexpr, SPAN: tl.constexpr, HALF: tl.constexpr, WEIGHT: tl.constexpr):
+    """Load the elements of x that belong to the low and to the high values of a chunk's bytes, as float32 [BLOCK_G, SPAN] each,
+    or the elements for a chunk of a plain weight [BLOCK_G], twice."""
     u = c * g.shape[0] + g
-    inside = (u < ROW // SPAN)[:, None]
-    column = u[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    column, inside = u, u < ROW
+    if WEIGHT != "plain":
+        inside = (u < ROW // SPAN)[:, None]
+        column = u[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     if HALF > 0:
         column += column // HALF * HALF
     low = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
@@ -334,12 +224,9 @@ def _products(slices, low, high, WEIGHT: tl.constexpr, HALF: tl.constexpr, ZEROS
               ASSEMBLY: tl.constexpr):  # fmt: skip
     """Return [BLOCK_N, BLOCK_G]: for each slice, the scaled sum of its weights times x."""
     codes = slices[0]
-    if WEIGHT == "mxfp4":  # exponents; the smallest one needs a subnormal
-        wide = slices[1].to(tl.int32)
-        scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
-    else:
-        scales = slices[1].to(tl.float32)
-    if HALF > 0:
+    if WEIGHT == "plain":
+        sums = codes.to(tl.float32) * low[None, :]
+    elif HALF > 0:
         first, second = unpack_pairs(codes, WEIGHT, DOT, ASSEMBLY)
         first, second = first.to(tl.float32), second.to(tl.float32)
         if WEIGHT == "int4":
@@ -352,7 +239,9 @@ def _products(slices, low, high, WEIGHT: tl.constexpr, HALF: tl.constexpr, ZEROS
         sums = tl.sum(first * low[None, :, :] + second * high[None, :, :], 2)
     else:
         sums = tl.sum(unpack_bytes(codes, WEIGHT, DOT, ASSEMBLY).to(tl.float32) * low[None, :, :], 2)
-    return sums * scales
+    if WEIGHT != "plain":
+        sums *= wide_scales(slices[1], WEIGHT)
+    return sums
 
 
 QUANTIZED_FORMATS = frozenset({"fp8", "int8", "int4", "mxfp4"})
@@ -383,9 +272,9 @@ class TritonExperts(RoutedKernel):
     def _launch(self, launch: FixedLauncher, grid: Grid, product: Product, others: Mapping[str, Tensor | float]) -> None:
         """Launch the kernel of a GEMM. others: arguments in addition to the arguments that all kernels have."""
         x, weight, bias = product
-        names = ("weight_ptr",) if isinstance(weight, Tensor) else ("weight_ptr", "scales_ptr", "zeros_ptr")
-        read = dict(zip(names, (weight,) if isinstance(weight, Tensor) else tensors_of(weight), strict=True))
-        launch(grid, x_ptr=x, **read, bias_ptr=x if bias is None else bias, **others)
+        codes, scales, zeros = (weight, weight, weight) if isinstance(weight, Tensor) else tensors_of(weight)
+        own = {"weight_ptr": codes, "scales_ptr": scales, "zeros_ptr": zeros, "bias_ptr": x if bias is None else bias}
+        launch(grid, x_ptr=x, **own, **others)
 
     @classmethod
     def available(cls) -> Support:
@@ -407,8 +296,10 @@ def activation(config: ExpertsConfig) -> dict[str, float]:
     return {"ALPHA": config.swiglu_alpha, "LIMIT": config.swiglu_limit or 0.0}
 
 
-def described(weight: QuantizedWeight) -> WeightBytes:
-    """Return the byte layout of a weight that `supports` accepted."""
+def described(weight: Tensor | QuantizedWeight, columns: int) -> WeightBytes:
+    """Return the byte layout of a weight that `supports` accepted. The lengths of a plain weight count elements."""
+    if isinstance(weight, Tensor):
+        return WeightBytes("plain", columns, half=0, scales=0, scale_span=1, scale_rows=1, zeros=False, span=1)
     found = weight_bytes(weight)
     assert found is not None
     return found
@@ -416,17 +307,7 @@ def described(weight: QuantizedWeight) -> WeightBytes:
 
 def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
     """Return the compile-time constants of a quantization format. dtype: type of x."""
-    return {
-        "ROW": weight.row,
-        "WEIGHT": weight.kind,
-        "HALF": weight.half,
-        "SCALES": weight.scales,
-        "SCALE_SPAN": weight.scale_span,
-        "SCALE_ROWS": weight.scale_rows,
-        "ZEROS": weight.zeros,
-        "DOT": dot_type(dtype),
-        "ASSEMBLY": not INTERPRETED,
-    }
+    return {**weight.constants, "DOT": dot_type(dtype), "ASSEMBLY": not INTERPRETED}
 
 
 _SPAN = 16
@@ -504,17 +385,15 @@ class RowKernel(TritonExperts):
         self, routed: Routed, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, y: Tensor, first: bool
     ) -> None:
         """Launch one of the two GEMVs. first: True for the gate/up projection, with its activation."""
-        config, terms = self._config, 1 if first else self._config.num_slots
-        how: dict[str, Any]
+        config, terms, form = self._config, 1 if first else self._config.num_slots, described(weight, x.shape[1])
         if isinstance(weight, Tensor):
-            split, kernel, columns = self._plain_splits[not first], gate_up_rows if first else down_rows, x.shape[1]
-            block_n, block_k = split.rows, min(split.chunk, triton.next_power_of_2(columns))
-            chunks, how = triton.cdiv(columns, block_k), {"BLOCK_K": block_k}
+            split, span = self._plain_splits[not first], 1
+            block_n, block_g = split.rows, min(split.chunk, triton.next_power_of_2(form.row))
         else:
-            split, form = _QUANTIZED_SPLITS[self.warps][not first], described(weight)
-            kernel, block_g = gate_up_quantized_rows if first else down_quantized_rows, slices_of_a_chunk(form.row)
-            block_n, chunks = split.rows * (32 // block_g), triton.cdiv(form.row, _SPAN * block_g)
-            how = {"BLOCK_G": block_g, "SPAN": _SPAN, **form_constants(form, x.dtype)}
+            split, span, block_g = _QUANTIZED_SPLITS[self.warps][not first], _SPAN, slices_of_a_chunk(form.row)
+            block_n = split.rows * (32 // block_g)
+        chunks = triton.cdiv(form.row, span * block_g)
+        how: dict[str, Any] = {"BLOCK_G": block_g, "SPAN": span, **form_constants(form, x.dtype)}
         sizes = {"HIDDEN": routed.x.shape[1], "INNER": config.intermediate_size, "SLOTS": config.num_slots, "BLOCK_N": block_n}
         how |= {
             **sizes,
@@ -522,7 +401,7 @@ class RowKernel(TritonExperts):
             "BIAS": bias is not None,
             **(activation(config) if first else {}),
         }
-        launch = self._launchers.get(kernel, split.warps, how)
+        launch = self._launchers.get(gate_up_rows if first else down_rows, split.warps, how)
         routing = {"experts_ptr": routed.experts} if first else {"experts_ptr": routed.experts, "weights_ptr": routed.weights}
         self._launch(launch, (len(y), triton.cdiv(y.shape[1], block_n), 1), (x, weight, bias), {**routing, "y_ptr": y})
 

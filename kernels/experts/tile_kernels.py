@@ -18,7 +18,9 @@ from headway.kernels.linear.quantized_kernels import _multiply as multiply_codes
 @triton.jit(do_not_specialize=["num_blocks"])
 def grouped_product(
     x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], sorted by expert (WHOLE: in token order)
-    weight_ptr,  # [NUM_ALL, N, K]; GATED: [NUM_ALL, 2 N, K], gate over up
+    weight_ptr,  # bytes, or elements if WEIGHT is plain, [NUM_ALL * N, ROW]; GATED: [NUM_ALL * 2 N, ROW], gate over up
+    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4); not read if WEIGHT is plain
+    zeros_ptr,  # uint8 [rows of scales, SCALES] (ZEROS)
     bias_ptr,  # [NUM_ALL, N] or [NUM_ALL, 2 N] (BIAS)
     pairs_ptr,  # int32 [num_pairs]: pair p, of token p // SLOTS, at each sorted position (GATHER); WHOLE: the expert of each pair
     ends_ptr,  # int32 [NUM_ALL]; not WHOLE
@@ -26,12 +28,19 @@ def grouped_product(
     num_blocks,  # maximum number of row blocks; WHOLE: number of tokens
     N: tl.constexpr,
     K: tl.constexpr,
+    ROW: tl.constexpr,  # bytes (plain: elements) per row
+    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py), or plain
+    HALF: tl.constexpr,  # bytes of a group with two values per byte; 0 means one value per byte
+    SCALES: tl.constexpr,  # scales per row
+    SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale: a multiple of SPAN, or a divisor
+    SCALE_ROWS: tl.constexpr,  # rows that share scales
+    ZEROS: tl.constexpr,
     NUM_ALL: tl.constexpr,
     BLOCK_E: tl.constexpr,  # NUM_ALL rounded up to a power of two
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,  # bytes (plain: elements) of a row per iteration
     STAGES: tl.constexpr,
     GROUP_M: tl.constexpr,  # row blocks that are computed side by side to share one read of the weights
     GATHER: tl.constexpr,
@@ -40,10 +49,11 @@ def grouped_product(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     BIAS: tl.constexpr,
-    SWAPPED: tl.constexpr,  # compute W x^T: for few rows, so that weights fill the tensor cores' longer side
+    SWAPPED: tl.constexpr,  # compute W x^T: for few rows, so that weights fill the tensor cores' longer side, and for bytes
     WHOLE: tl.constexpr,  # at most BLOCK_M tokens: a tile's rows are all tokens, in their own order
     BLOCK_S: tl.constexpr,  # SLOTS rounded up to a power of two
     DOT: tl.constexpr,  # type of the operands of tl.dot
+    ASSEMBLY: tl.constexpr,  # unpack with NVIDIA instructions (inline PTX)
     PDL: tl.constexpr,
 ):
     """y = W_e x + bias (grouped GEMM) or its activation, summed in float32.
@@ -51,8 +61,7 @@ def grouped_product(
     Grid (cdiv(N, BLOCK_N) * num_blocks), or (cdiv(N, BLOCK_N) * NUM_ALL) if WHOLE.
     """
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
+    WIDTH: tl.constexpr = 2 * N if GATED else N
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -61,29 +70,84 @@ def grouped_product(
     )
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if wanted:
-        x_row = input_rows(pairs_ptr, row, live, SLOTS, GATHER, WHOLE)
-        k = tl.arange(0, BLOCK_K)
-        x_at = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
-        WIDTH: tl.constexpr = 2 * N if GATED else N
-        weight_at = weight_ptr + expert.to(tl.int64) * (WIDTH * K) + n[:, None] * K + k[None, :]
+        x_rows = x_ptr + input_rows(pairs_ptr, row, live, SLOTS, GATHER, WHOLE).to(tl.int64)[:, None] * K
         gate = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), tl.float32)
-        for c in tl.range(0, CHUNKS, num_stages=STAGES):
-            if EVEN:
-                weight = tl.load(weight_at + c * BLOCK_K)
-                if GATED:
-                    weight_up = tl.load(weight_at + (N * K + c * BLOCK_K))
-                x = tl.load(x_at + c * BLOCK_K, mask=live[:, None], other=0.0)
-            else:
-                inside = (c * BLOCK_K + k < K)[None, :]
-                weight = tl.load(weight_at + c * BLOCK_K, mask=(n < N)[:, None] & inside, other=0.0)
-                if GATED:
-                    weight_up = tl.load(weight_at + (N * K + c * BLOCK_K), mask=(n < N)[:, None] & inside, other=0.0)
-                x = tl.load(x_at + c * BLOCK_K, mask=live[:, None] & inside, other=0.0)
-            gate = _multiplied(x, weight, gate, SWAPPED, DOT)
-            if GATED:
-                up = _multiplied(x, weight_up, up, SWAPPED, DOT)
+        if WEIGHT == "plain":
+            gate, up = _plain_sums(gate, up, x_rows, weight_ptr, expert, n, live, N, K, WIDTH, BLOCK_N, SPAN, STAGES, GATED,
+                                   SWAPPED, DOT)  # fmt: skip
+        else:
+            gate, up = _quantized_sums(gate, up, x_rows, weight_ptr, scales_ptr, zeros_ptr, expert, n, live, N, WIDTH, ROW,
+                                       WEIGHT, HALF, SCALES, SCALE_SPAN, SCALE_ROWS, ZEROS, SPAN, STAGES, GATED, DOT,
+                                       ASSEMBLY)  # fmt: skip
         store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N, WIDTH, GATED, SQUARED, ALPHA, LIMIT, BIAS, SWAPPED)
+
+
+@triton.jit
+def _plain_sums(gate, up, x_rows, weight_ptr, expert, n, live, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, SWAPPED: tl.constexpr,
+                DOT: tl.constexpr):  # fmt: skip
+    """Return gate + x W^T of a tile's rows and the expert's plain weight, and the same for up (GATED)."""
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_rows + k[None, :]
+    weight_at = weight_ptr + expert.to(tl.int64) * (WIDTH * K) + n[:, None] * K + k[None, :]
+    for c in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+        if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+            weight = tl.load(weight_at + c * BLOCK_K)
+            if GATED:
+                weight_up = tl.load(weight_at + (N * K + c * BLOCK_K))
+            x = tl.load(x_at + c * BLOCK_K, mask=live[:, None], other=0.0)
+        else:
+            inside = (c * BLOCK_K + k < K)[None, :]
+            weight = tl.load(weight_at + c * BLOCK_K, mask=(n < N)[:, None] & inside, other=0.0)
+            if GATED:
+                weight_up = tl.load(weight_at + (N * K + c * BLOCK_K), mask=(n < N)[:, None] & inside, other=0.0)
+            x = tl.load(x_at + c * BLOCK_K, mask=live[:, None] & inside, other=0.0)
+        gate = _multiplied(x, weight, gate, SWAPPED, DOT)
+        if GATED:
+            up = _multiplied(x, weight_up, up, SWAPPED, DOT)
+    return gate, up
+
+
+@triton.jit
+def _quantized_sums(gate, up, x_rows, weight_ptr, scales_ptr, zeros_ptr, expert, n, live, N: tl.constexpr, WIDTH: tl.constexpr,
+                    ROW: tl.constexpr, WEIGHT: tl.constexpr, HALF: tl.constexpr, SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr,
+                    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+                    DOT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
+    """Return gate + W x^T of a tile's rows and the expert's quantized weight, and the same for up (GATED)."""
+    i = tl.arange(0, SPAN)
+    first = expert * WIDTH  # first row of the expert
+    weight_at = weight_ptr + first.to(tl.int64) * ROW + n[:, None] * ROW + i[None, :]
+    scales, zeros = _scales(scales_ptr, zeros_ptr, first, n, 0, N, ROW, SPAN, SCALES, SCALE_SPAN, SCALE_ROWS, ZEROS)
+    up_scales, up_zeros = scales, zeros
+    if GATED:
+        up_scales, up_zeros = _scales(scales_ptr, zeros_ptr, first + N, n, 0, N, ROW, SPAN, SCALES, SCALE_SPAN, SCALE_ROWS,
+                                      ZEROS)  # fmt: skip
+    for c in tl.range(0, (ROW + SPAN - 1) // SPAN, num_stages=STAGES):
+        byte = c * SPAN + i
+        held = (n < N)[:, None] & (byte < ROW)[None, :]
+        codes = tl.load(weight_at + c * SPAN, mask=held, other=0)
+        at = byte
+        if HALF > 0:
+            at += byte // HALF * HALF
+        inside = live[:, None] & (byte < ROW)[None, :]
+        low = tl.trans(tl.load(x_rows + at[None, :], mask=inside, other=0.0).to(DOT))
+        high = low
+        if HALF > 0:
+            high = tl.trans(tl.load(x_rows + (at + HALF)[None, :], mask=inside, other=0.0).to(DOT))
+        # One chunk ahead, since Triton does not prefetch loads that do not feed a tl.dot directly.
+        next_scales, next_zeros = _scales(scales_ptr, zeros_ptr, first, n, c + 1, N, ROW, SPAN, SCALES, SCALE_SPAN,
+                                          SCALE_ROWS, ZEROS)  # fmt: skip
+        gate = multiply_codes(codes, scales, zeros, low, high, gate, WEIGHT, HALF, SPAN, SCALE_SPAN, ZEROS, DOT, ASSEMBLY)
+        scales, zeros = next_scales, next_zeros
+        if GATED:
+            codes = tl.load(weight_at + (N * ROW + c * SPAN), mask=held, other=0)
+            next_scales, next_zeros = _scales(scales_ptr, zeros_ptr, first + N, n, c + 1, N, ROW, SPAN, SCALES, SCALE_SPAN,
+                                              SCALE_ROWS, ZEROS)  # fmt: skip
+            up = multiply_codes(codes, up_scales, up_zeros, low, high, up, WEIGHT, HALF, SPAN, SCALE_SPAN, ZEROS, DOT,
+                                ASSEMBLY)  # fmt: skip
+            up_scales, up_zeros = next_scales, next_zeros
+    return gate, up
 
 
 @triton.jit
@@ -265,102 +329,6 @@ def add_slots(
             x += tl.load(bias_ptr + expert * HIDDEN + at, mask=inside, other=0.0).to(tl.float32)
         y += x * tl.load(weights_ptr + pair)
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-# Triton reads annotations at compile time, so they must not be deferred here.
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def grouped_quantized_product(
-    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], sorted by expert (WHOLE: in token order)
-    weight_ptr,  # bytes [NUM_ALL * N, ROW]; GATED: [NUM_ALL * 2 N, ROW], gate over up
-    scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4)
-    zeros_ptr,  # uint8 [rows of scales, SCALES] (ZEROS)
-    bias_ptr,  # [NUM_ALL, N] or [NUM_ALL, 2 N] (BIAS)
-    pairs_ptr,  # int32 [num_pairs]: pair p, of token p // SLOTS, at each sorted position (GATHER); WHOLE: the expert of each pair
-    ends_ptr,  # int32 [NUM_ALL]; not WHOLE
-    y_ptr,  # [num_pairs, N], in the order of x, written
-    num_blocks,  # maximum number of row blocks; WHOLE: number of tokens
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROW: tl.constexpr,  # bytes per row
-    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
-    HALF: tl.constexpr,  # bytes of a group with two values per byte; 0 means one value per byte
-    SCALES: tl.constexpr,  # scales per row
-    SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale: a multiple of SPAN, or a divisor
-    SCALE_ROWS: tl.constexpr,  # rows that share scales
-    ZEROS: tl.constexpr,
-    NUM_ALL: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # NUM_ALL rounded up to a power of two
-    SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,  # bytes of a row per iteration
-    STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,  # this and the following parameters as in grouped_product
-    GATHER: tl.constexpr,
-    GATED: tl.constexpr,
-    SQUARED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    DOT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,  # unpack with NVIDIA instructions (inline PTX)
-    PDL: tl.constexpr,
-):
-    """Compute y = W_e x + bias (grouped GEMM with dequantization), optionally followed by the activation, accumulated in float32.
-
-    Grid (cdiv(N, BLOCK_N) * num_blocks), or (cdiv(N, BLOCK_N) * NUM_ALL) if WHOLE.
-    """
-    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    CHUNKS: tl.constexpr = (ROW + SPAN - 1) // SPAN
-    WIDTH: tl.constexpr = 2 * N if GATED else N
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    expert, column, row, live, wanted = find_tile(
-        pairs_ptr, ends_ptr, num_blocks, NUM_N, NUM_ALL, BLOCK_E, SLOTS, BLOCK_M, GROUP_M, WHOLE, BLOCK_S
-    )
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    if wanted:
-        x_rows = x_ptr + input_rows(pairs_ptr, row, live, SLOTS, GATHER, WHOLE).to(tl.int64)[:, None] * K
-        i = tl.arange(0, SPAN)
-        first = expert * WIDTH  # first row of the expert
-        weight_at = weight_ptr + first.to(tl.int64) * ROW + n[:, None] * ROW + i[None, :]
-        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        scales, zeros = _scales(scales_ptr, zeros_ptr, first, n, 0, N, ROW, SPAN, SCALES, SCALE_SPAN, SCALE_ROWS, ZEROS)
-        up_scales, up_zeros = scales, zeros
-        if GATED:
-            up_scales, up_zeros = _scales(scales_ptr, zeros_ptr, first + N, n, 0, N, ROW, SPAN, SCALES, SCALE_SPAN, SCALE_ROWS,
-                                          ZEROS)  # fmt: skip
-        for c in tl.range(0, CHUNKS, num_stages=STAGES):
-            byte = c * SPAN + i
-            held = (n < N)[:, None] & (byte < ROW)[None, :]
-            codes = tl.load(weight_at + c * SPAN, mask=held, other=0)
-            at = byte
-            if HALF > 0:
-                at += byte // HALF * HALF
-            inside = live[:, None] & (byte < ROW)[None, :]
-            low = tl.trans(tl.load(x_rows + at[None, :], mask=inside, other=0.0).to(DOT))
-            high = low
-            if HALF > 0:
-                high = tl.trans(tl.load(x_rows + (at + HALF)[None, :], mask=inside, other=0.0).to(DOT))
-            # One chunk ahead, since Triton does not prefetch loads that do not feed a tl.dot directly.
-            next_scales, next_zeros = _scales(scales_ptr, zeros_ptr, first, n, c + 1, N, ROW, SPAN, SCALES, SCALE_SPAN,
-                                              SCALE_ROWS, ZEROS)  # fmt: skip
-            gate = multiply_codes(codes, scales, zeros, low, high, gate, WEIGHT, HALF, SPAN, SCALE_SPAN, ZEROS, DOT, ASSEMBLY)
-            scales, zeros = next_scales, next_zeros
-            if GATED:
-                codes = tl.load(weight_at + (N * ROW + c * SPAN), mask=held, other=0)
-                next_scales, next_zeros = _scales(scales_ptr, zeros_ptr, first + N, n, c + 1, N, ROW, SPAN, SCALES, SCALE_SPAN,
-                                                  SCALE_ROWS, ZEROS)  # fmt: skip
-                up = multiply_codes(codes, up_scales, up_zeros, low, high, up, WEIGHT, HALF, SPAN, SCALE_SPAN, ZEROS, DOT,
-                                    ASSEMBLY)  # fmt: skip
-                up_scales, up_zeros = next_scales, next_zeros
-        store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N, WIDTH, GATED, SQUARED, ALPHA, LIMIT, BIAS, True)
 
 
 @triton.jit

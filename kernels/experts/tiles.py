@@ -23,12 +23,19 @@ from headway.kernels.experts.builtin import (
     most_blocks,
 )
 from headway.kernels.experts.plain import ExpertOrder, Routed, RoutedKernel
-from headway.kernels.experts.route_kernels import dot_type, sorted_pairs
-from headway.kernels.experts.row_kernels import GPUS, QUANTIZED_FORMATS, TritonExperts, activation, described, form_constants
-from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
+from headway.kernels.experts.route_kernels import sorted_pairs
+from headway.kernels.experts.row_kernels import (
+    GPUS,
+    QUANTIZED_FORMATS,
+    TritonExperts,
+    activation,
+    described,
+    form_constants,
+)
+from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
 from headway.kernels.linear.forms import WeightBytes
-from headway.kernels.linear.gpu_kernels import Dequantizer
-from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
+from headway.kernels.linear.gpu_kernels import dequantize
+from headway.kernels.runtime.triton_launch import Launchers, shared_memory
 
 
 def span_of_a_tile(form: WeightBytes, columns: int) -> int:
@@ -138,29 +145,18 @@ class TileKernel(SortingKernel):
         }
         grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
         count = num_pairs // config.num_slots if tiling.whole else num_blocks
+        form, parts = described(weight, x.shape[1]), 2 if gated else 1
+        # The last stage needs no extra memory. The number of stages does not change results.
         if isinstance(weight, Tensor):
-            launch = self._plain(x, block_n, gated, sizes)
+            span, stage, unpacked = tiling.block_k * 2 // x.itemsize, (tiling.block_m + parts * block_n) * tiling.block_k * 2, 0
         else:
-            launch = self._quantized(x, described(weight), block_n, gated, sizes)
+            span, unpacked = span_of_a_tile(form, tiling.block_k), 2 * block_n * tiling.block_k  # on the way to the tensor cores
+            stage = span * (block_n * parts + 2 * tiling.block_m * (2 if form.half else 1))
+        stages = min(tiling.stages, 1 + (self._shared_memory - unpacked) // stage)
+        sizes |= {"SPAN": span, "STAGES": stages, "SWAPPED": tiling.swapped, **form_constants(form, x.dtype)}
+        launch = self._launchers.get(grouped_product, tiling.warps, sizes)
         written = {"pairs_ptr": order.pairs, "ends_ptr": order.ends, "y_ptr": y}
         self._launch(launch, grid, (x, weight, bias), {**written, "num_blocks": count})
-
-    def _plain(self, x: Tensor, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
-        tiling = self._tiling
-        # The last stage needs no extra memory. The number of stages does not change results.
-        stage = (tiling.block_m + (2 if gated else 1) * block_n) * tiling.block_k * 2
-        stages = min(tiling.stages, 1 + self._shared_memory // stage)
-        how = {"BLOCK_K": tiling.block_k * 2 // x.itemsize, "STAGES": stages, "SWAPPED": tiling.swapped, "DOT": dot_type(x.dtype)}
-        return self._launchers.get(grouped_product, tiling.warps, {**sizes, **how})
-
-    def _quantized(self, x: Tensor, form: WeightBytes, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
-        tiling = self._tiling
-        span = span_of_a_tile(form, tiling.block_k)
-        stage = span * (block_n * (2 if gated else 1) + 2 * tiling.block_m * (2 if form.half else 1))
-        unpacked = 2 * block_n * tiling.block_k  # on the way to the tensor cores
-        stages = min(tiling.stages, 1 + (self._shared_memory - unpacked) // stage)
-        how = {"SPAN": span, "STAGES": stages, **form_constants(form, x.dtype)}
-        return self._launchers.get(grouped_quantized_product, tiling.warps, {**sizes, **how})
 
 
 def tile_kernel(name: str) -> type[TileKernel]:
@@ -255,7 +251,7 @@ class DequantizingKernel(RoutedKernel):
     def __init__(self, spec: ExpertsSpec, shared: dict[Any, Any] | None = None) -> None:
         super().__init__(spec, shared)
         self._inner = self.inner(_expanded(spec), shared)
-        self._dequantized = Dequantizer(spec.device)
+        self._launchers = Launchers(spec.device)
 
     @classmethod
     def available(cls) -> Support:
@@ -280,7 +276,7 @@ class DequantizingKernel(RoutedKernel):
     def _plain(self, weight: Tensor | QuantizedWeight, rows: int) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        return self._dequantized(weight, self.spec.dtype).view(-1, rows, weight.shape[1])
+        return dequantize(self._launchers, weight, self.spec.dtype).view(-1, rows, weight.shape[1])
 
 
 def _expanded(spec: ExpertsSpec) -> ExpertsSpec:

@@ -277,6 +277,13 @@ class WeightBytes:
     span: int
     """Maximum number of bytes per slice. The values of a slice have one common scale."""
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of the Triton kernels that read the weight."""
+        names = "ROW", "WEIGHT", "HALF", "SCALES", "SCALE_SPAN", "SCALE_ROWS", "ZEROS"
+        values = self.row, self.kind, self.half, self.scales, self.scale_span, self.scale_rows, self.zeros
+        return dict(zip(names, values, strict=True))
+
 
 def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
     """Return the byte layout of a weight. None if kernels cannot read it: too few columns share a scale, or groups do not fill a

@@ -24,25 +24,19 @@ from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.step.operations import Norm
 
 
-class RowRounding:
-    """Launcher of the kernel that norms rows and rounds them to FP8 in one launch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launchers = Launchers(device)
-
-    def __call__(self, x: Tensor, group: int, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Return x in FP8, padded to a multiple of four rows, and the scales [rows, columns / group] that multiply it."""
-        rows, columns = x.shape
-        padded = -(-rows // 4) * 4
-        y = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=self._device)
-        scales = torch.empty(columns // group, padded, device=self._device)
-        block = triton.next_power_of_2(columns)
-        constants = {"K": columns, "BLOCK": block, "GROUP": group, "NORM": norm is not None}
-        launch = self._launchers.get(quantize_rows, 4 if block <= 2048 else 8, constants)
-        weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
-        launch((rows, 1, 1), x_ptr=x, norm_ptr=weight, y_ptr=y, scales_ptr=scales, eps=eps, stride=padded)
-        return y, scales.t()
+def round_rows(launchers: Launchers, x: Tensor, group: int, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Norm rows and round them to FP8 in one launch. Return x in FP8, padded to a multiple of four rows, and the scales [rows,
+    columns / group] that multiply it."""
+    rows, columns = x.shape
+    padded = -(-rows // 4) * 4
+    y = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(columns // group, padded, device=x.device)
+    block = triton.next_power_of_2(columns)
+    constants = {"K": columns, "BLOCK": block, "GROUP": group, "NORM": norm is not None}
+    launch = launchers.get(quantize_rows, 4 if block <= 2048 else 8, constants)
+    weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
+    launch((rows, 1, 1), x_ptr=x, norm_ptr=weight, y_ptr=y, scales_ptr=scales, eps=eps, stride=padded)
+    return y, scales.t()
 
 
 class Float8Operand:
@@ -67,9 +61,9 @@ class ScaledMM(FusedKernel):
     rounds_input = True
 
     @cached_property
-    def rounding(self) -> RowRounding:
-        """Launcher of the kernel that rounds x."""
-        return RowRounding(self.spec.device)
+    def launchers(self) -> Launchers:
+        """Launchers of the kernel that rounds x."""
+        return Launchers(self.spec.device)
 
     @classmethod
     def available(cls) -> Support:
@@ -94,7 +88,7 @@ class ScaledMM(FusedKernel):
     def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
         """Compute the layer in one launch that rounds x, one for the GEMM, and one that adds a bias."""
         rows = x.shape[0]
-        y, x_scales = self.rounding(x, weight.group, norm)
+        y, x_scales = round_rows(self.launchers, x, weight.group, norm)
         x_scales = x_scales if weight.blocks else x_scales.contiguous()
         product: Tensor = torch._scaled_mm(y, weight.weight.values.t(), x_scales, weight.scales, out_dtype=x.dtype)
         product = product[:rows]
@@ -102,40 +96,21 @@ class ScaledMM(FusedKernel):
         return product if out is None else out.copy_(product)
 
 
-class Dequantizer:
-    """Dequantizer of weights, which takes one launch, or several launches of torch operations for rare group sizes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launchers = Launchers(device)
-
-    def __call__(self, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-        """Return the weight in half precision [N, K], with columns in their original order."""
-        described = weight_bytes(weight)
-        if described is None or dtype not in HALF_DTYPES:
-            y = weight.dequantized(dtype)
-            return y[:, weight.order.long()] if isinstance(weight, Int4Weight) and weight.order is not None else y
-        (rows, columns), block_n = weight.shape, 16
-        span = max(described.span & -described.span, 16)
-        constants = {
-            "ROW": described.row,
-            "HALF": described.half,
-            "SCALES": described.scales,
-            "SCALE_SPAN": described.scale_span,
-            "SCALE_ROWS": described.scale_rows,
-            "SPAN": span,
-            "BLOCK_N": block_n,
-            "N": rows,
-            "K": columns,
-            "WEIGHT": described.kind,
-            "ZEROS": described.zeros,
-            "ASSEMBLY": False,
-        }
-        launch = self._launchers.get(dequantize_rows, 4, constants)
-        y = torch.empty(rows, columns, dtype=dtype, device=self._device)
-        grid, (codes, scales, zeros) = (triton.cdiv(rows, block_n), described.row // span, 1), tensors_of(weight)
-        launch(grid, weight_ptr=codes, scales_ptr=scales, zeros_ptr=zeros, y_ptr=y)
-        return y
+def dequantize(launchers: Launchers, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight in half precision [N, K], with columns in their original order. This takes one launch, or several
+    torch operations for rare group sizes."""
+    described = weight_bytes(weight)
+    if described is None or dtype not in HALF_DTYPES:
+        y = weight.dequantized(dtype)
+        return y[:, weight.order.long()] if isinstance(weight, Int4Weight) and weight.order is not None else y
+    (rows, columns), block_n = weight.shape, 16
+    span = max(described.span & -described.span, 16)
+    constants = {**described.constants, "SPAN": span, "BLOCK_N": block_n, "N": rows, "K": columns, "ASSEMBLY": False}
+    launch = launchers.get(dequantize_rows, 4, constants)
+    y = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    grid, (codes, scales, zeros) = (triton.cdiv(rows, block_n), described.row // span, 1), tensors_of(weight)
+    launch(grid, weight_ptr=codes, scales_ptr=scales, zeros_ptr=zeros, y_ptr=y)
+    return y
 
 
 class Dequantize(TritonProducts):
@@ -145,8 +120,8 @@ class Dequantize(TritonProducts):
     capabilities = LinearCapabilities(QUANTIZED, devices=DEVICES, order=True, fused=frozenset({"bias"}))
 
     @cached_property
-    def _dequantizer(self) -> Dequantizer:
-        return Dequantizer(self.spec.device)
+    def _launchers(self) -> Launchers:
+        return Launchers(self.spec.device)
 
     @classmethod
     def supports(cls, spec: LinearSpec) -> Support:
@@ -156,5 +131,5 @@ class Dequantize(TritonProducts):
     def compute(self, x: Tensor, weight: Operand, out: Tensor | None = None) -> Tensor:
         """Compute the layer in one launch that dequantizes the weight, and one for the GEMM."""
         x = x if weight.order is None else x.index_select(1, weight.order)
-        dense = self._dequantizer(weight.weight, x.dtype).t()
+        dense = dequantize(self._launchers, weight.weight, x.dtype).t()
         return torch.mm(x, dense, out=out) if weight.bias is None else torch.addmm(weight.bias, x, dense, out=out)

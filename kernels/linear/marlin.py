@@ -23,7 +23,7 @@ from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, 
 from headway.kernels.linear.choice import CUTLASS, MARLIN
 from headway.kernels.linear.cuda_products import BLOCK, float8_scales
 from headway.kernels.linear.fused_kernel import FusedKernel
-from headway.kernels.linear.gpu_kernels import Float8Operand, ScaledMM
+from headway.kernels.linear.gpu_kernels import Float8Operand, ScaledMM, round_rows
 from headway.kernels.linear.product_kernels import DEVICES
 from headway.kernels.runtime.compiled_library import BoundOperator
 from headway.kernels.runtime.probe import at_least, capability
@@ -179,7 +179,7 @@ class Cutlass(ScaledMM):
     def compute(self, x: Tensor, weight: Float8Operand, norm: Norm | None = None, out: Tensor | None = None) -> Tensor:
         """Compute the layer in one launch that rounds x, one for the GEMM and, with block scales, one that adds a bias."""
         rows, blocks, bias = x.shape[0], weight.blocks, weight.bias
-        y, x_scales = self.rounding(x, weight.group, norm)
+        y, x_scales = round_rows(self.launchers, x, weight.group, norm)
         if not blocks:  # row scales allow any number of rows, and must be contiguous
             y, x_scales = y[:rows], x_scales[:rows].contiguous()
         product = out if out is not None and len(y) == rows else x.new_empty(len(y), weight.weight.shape[0])

@@ -72,24 +72,14 @@ def one_row(
     k = tl.arange(0, BLOCK_K)
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     live = (n < N)[:, None]
-    gates = ()
-    ups = ()
-    scales = ()
+    chunks = ()
     for c in tl.static_range(DEPTH):
-        inside = c * BLOCK_K + k < K
-        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-        if GATED:
-            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-        if NORM:
-            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+        chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     if BIAS:
         gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
-    if HEADS > 0 and QK_NORM:
-        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
-    else:
-        low_weight, high_weight = 1.0, 1.0
+    low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # not earlier: later kernels would compete for memory bandwidth with the current ones
@@ -102,18 +92,12 @@ def one_row(
         x = tl.load(x_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= scales[c].to(tl.float32)
-        gate += gates[c].to(tl.float32) * x[None, :]
+            x *= chunks[c][2].to(tl.float32)
+        gate += chunks[c][0].to(tl.float32) * x[None, :]
         if GATED:
-            up += ups[c].to(tl.float32) * x[None, :]
+            up += chunks[c][1].to(tl.float32) * x[None, :]
         if c + DEPTH < CHUNKS:
-            inside = (c + DEPTH) * BLOCK_K + k < K
-            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
-            gates = gates + (_weights(ahead, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-            if GATED:
-                ups = ups + (_weights(ahead + N * K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
-            if NORM:
-                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
+            chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c + DEPTH, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     factor = 1.0
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -185,16 +169,9 @@ def few_rows(
     k = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None, :]  # [SLICES, STEP]
     at = n.to(tl.int64)[None, :, None] * K + k[:, None, :]
     live = (n < N)[None, :, None]
-    gates = ()
-    ups = ()
-    scales = ()
+    chunks = ()
     for c in tl.static_range(DEPTH):
-        inside = c * BLOCK_K + k < K
-        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-        if GATED:
-            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-        if NORM:
-            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+        chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     if BIAS:
         gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -202,10 +179,7 @@ def few_rows(
     y_at = y_ptr + r[None, :] * N + n[:, None]
     mask = (r < rows)[None, :] & (n < N)[:, None]
     x_at = r.to(tl.int64)[None, None, :] * K + k[:, :, None]
-    if HEADS > 0 and QK_NORM:
-        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
-    else:
-        low_weight, high_weight = 1.0, 1.0
+    low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)
     if PDL:
         gdc_wait()
         if not EARLY:
@@ -221,18 +195,12 @@ def few_rows(
         if NORM:
             exact = x.to(tl.float32)
             squares += tl.sum(exact * exact, 1)
-            x = exact * scales[c].to(tl.float32)[:, :, None]
-        gate = tl.dot(gates[c].to(DOT), x.to(DOT), gate)
+            x = exact * chunks[c][2].to(tl.float32)[:, :, None]
+        gate = tl.dot(chunks[c][0].to(DOT), x.to(DOT), gate)
         if GATED:
-            up = tl.dot(ups[c].to(DOT), x.to(DOT), up)
+            up = tl.dot(chunks[c][1].to(DOT), x.to(DOT), up)
         if c + DEPTH < CHUNKS:
-            inside = (c + DEPTH) * BLOCK_K + k < K
-            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
-            gates = gates + (_weights(ahead, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-            if GATED:
-                ups = ups + (_weights(ahead + N * K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
-            if NORM:
-                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
+            chunks = chunks + (_chunk(weight_ptr, norm_ptr, at, live, k, c + DEPTH, N, K, BLOCK_N, BLOCK_K, NORM, GATED),)
     factor = tl.full((BLOCK_M,), 1.0, tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -255,6 +223,21 @@ def few_rows(
 
 
 @triton.jit
+def _chunk(weight_ptr, norm_ptr, at, live, k, c, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+           NORM: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """Load columns k of chunk c: of the weight, of the rows for up (GATED), and of the norm's weight (NORM)."""
+    inside = c * BLOCK_K + k < K
+    ptr, mask = weight_ptr + c * BLOCK_K, live & tl.expand_dims(inside, -2)
+    gate = _weights(ptr, at, mask, N, K, BLOCK_N, BLOCK_K)
+    up, scales = gate, gate
+    if GATED:
+        up = _weights(ptr + N * K, at, mask, N, K, BLOCK_N, BLOCK_K)
+    if NORM:
+        scales = tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0)
+    return gate, up, scales
+
+
+@triton.jit
 def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load a tile of the weight, with a mask only if needed. The tile is read once, so it need not stay in the cache."""
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
@@ -266,13 +249,17 @@ def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
-    """Return both halves [1, BLOCK_HALF] of the norm weight of this program's head."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, like the tensors that it is compared with
-    h = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (h < HALF) & (head < HEADS + KV_HEADS)
-    return either(q_norm_ptr, k_norm_ptr, h, head < HEADS, mask), either(q_norm_ptr, k_norm_ptr, h + HALF, head < HEADS, mask)
+                HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
+    """Return both halves [1, BLOCK_HALF] of the norm weight of this program's head, or 1 twice if there is no such norm."""
+    low, high = 1.0, 1.0
+    if HEADS > 0 and QK_NORM:
+        HALF: tl.constexpr = HEAD_DIM // 2
+        head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, like what it is compared with
+        h = tl.arange(0, BLOCK_HALF)[None, :]
+        mask = (h < HALF) & (head < HEADS + KV_HEADS)
+        low = either(q_norm_ptr, k_norm_ptr, h, head < HEADS, mask)
+        high = either(q_norm_ptr, k_norm_ptr, h + HALF, head < HEADS, mask)
+    return low, high
 
 
 @triton.jit

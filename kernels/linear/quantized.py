@@ -205,13 +205,7 @@ def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, tili
     """Return the launcher for a case, a weight's byte layout and a tiling."""
     constants: dict[str, Any] = {
         **case.constants(tiling.block_n),
-        "ROW": weight.row,
-        "WEIGHT": weight.kind,
-        "HALF": weight.half,
-        "SCALES": weight.scales,
-        "SCALE_SPAN": weight.scale_span,
-        "SCALE_ROWS": weight.scale_rows,
-        "ZEROS": weight.zeros,
+        **weight.constants,
         "BLOCK_N": tiling.block_n,
         "BLOCK_M": tiling.block_m,
         "SPAN": tiling.span,

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.kernels.linear.product_kernels import head_norms, rotate_whole_head
-from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
+from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs, wide_scales
 from headway.kernels.step.step_kernels import activate
 
 
@@ -99,10 +99,7 @@ def quantized_product(
         _prefetch(weight_ptr, unit, end, tl.minimum(n, N - 1), ROW, SPAN, SLICES, PREFETCH)
         if GATED:
             _prefetch(weight_ptr, unit, end, tl.minimum(n, N - 1) + N, ROW, SPAN, SLICES, PREFETCH)
-    if HEADS > 0 and QK_NORM:
-        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
-    else:
-        low_weight, high_weight = 1.0, 1.0
+    low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)
     if PDL:
         gdc_wait()
         if not EARLY:
@@ -269,11 +266,7 @@ def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF:
               SCALE_SPAN: tl.constexpr, ZEROS: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
     """Return sums + scales * values x^T. Scales multiply the values if groups are shorter than a slice, else the sums."""
     SHORT: tl.constexpr = SCALE_SPAN < SPAN
-    if WEIGHT == "mxfp4":  # exponents; the smallest one needs a subnormal
-        wide = scales.to(tl.int32)
-        scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
-    else:
-        scales = scales.to(tl.float32)
+    scales = wide_scales(scales, WEIGHT)
     if HALF > 0:
         first, second = unpack_pairs(codes, WEIGHT, DOT, ASSEMBLY)
         if WEIGHT == "int4":

@@ -147,6 +147,17 @@ def unpack_pairs(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.co
 
 
 @triton.jit
+def wide_scales(scales, WEIGHT: tl.constexpr):
+    """Return the scales of a weight as float32. Those of mxfp4 are exponents, and the smallest one needs a subnormal."""
+    if WEIGHT == "mxfp4":
+        wide = scales.to(tl.int32)
+        scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
+    else:
+        scales = scales.to(tl.float32)
+    return scales
+
+
+@triton.jit
 def dequantize_rows(
     weight_ptr,  # bytes [N, ROW]
     scales_ptr,  # [rows of scales, SCALES], float, or uint8 exponents (mxfp4)
@@ -176,12 +187,7 @@ def dequantize_rows(
         gdc_launch_dependents()
     codes = tl.load(weight_ptr + n.to(tl.int64)[:, None] * ROW + byte[None, :], mask=inside, other=0)
     place = (n // SCALE_ROWS * SCALES)[:, None] + (byte // SCALE_SPAN)[None, :]
-    scales = tl.load(scales_ptr + place, mask=inside, other=0)
-    if WEIGHT == "mxfp4":
-        wide = scales.to(tl.int32)
-        scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
-    else:
-        scales = scales.to(tl.float32)
+    scales = wide_scales(tl.load(scales_ptr + place, mask=inside, other=0), WEIGHT)
     column = byte
     if HALF > 0:
         column += byte // HALF * HALF

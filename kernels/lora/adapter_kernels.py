@@ -297,12 +297,12 @@ def expanded(
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_rows(
-    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
+    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]; BEHIND: the linear layer's output, followed by the sums of every slot
     squares_ptr,  # float32 [SPLITS, rows] (NORMED)
     b_ptr,  # [slots, N, RANK]
     slots_ptr,  # int32 [rows]; -1 means no adapter
     modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: module of each program's columns
-    y_ptr,  # [rows, N], added to in rows with an adapter
+    y_ptr,  # [rows, N], added to in rows with an adapter; BEHIND: written in all rows; ADD: added to in all rows
     eps,
     rows,
     SLOT_STRIDE: tl.constexpr,
@@ -314,6 +314,8 @@ def expand_rows(
     TOGETHER: tl.constexpr,  # slots per GEMM
     RANKS: tl.constexpr,  # columns of a slot per GEMM: RANK, or a part of it
     NORMED: tl.constexpr,  # row length if the norm of `norm_and_shrink` is still to be applied; 0 means none
+    BEHIND: tl.constexpr,  # N if the sums follow the linear layer's output; 0 means that y contains the output
+    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
@@ -325,67 +327,29 @@ def expand_rows(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     module = tl.load(modules_ptr + tl.program_id(0))
     slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
-    at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-    live = (slots >= 0)[:, None] & (n < N)[None, :]
+    row = m.to(tl.int64)[:, None]
+    at = y_ptr + row * N + n[None, :]
+    live = (m < rows if BEHIND > 0 else slots >= 0)[:, None] & (n < N)[None, :]
     b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
-    if NORMED == 0:
+    if BEHIND == 0 and NORMED == 0:
         y = tl.load(at, mask=live, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if NORMED > 0:
         y = tl.load(at, mask=live, other=0.0)
-    if tl.max(slots, 0) < 0:
+    if BEHIND > 0:
+        y = tl.load(sums_ptr + row * (N + SLOTS * MODULES * RANK) + n[None, :], mask=live, other=0.0).to(tl.float32)
+        if ADD:
+            y += tl.load(at, mask=live, other=0.0).to(tl.float32)
+    elif tl.max(slots, 0) < 0:
         return
-    added = expanded(
-        b_ptr, b, sums_ptr, squares_ptr, eps, slots, m, n, rows, module,
-        SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, 0, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
-    )  # fmt: skip
-    tl.store(at, (y.to(tl.float32) + added).to(y_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def expand_joined(
-    both_ptr,  # [rows, N + SLOTS * MODULES * RANK]: the linear layer's output, followed by the sums of every slot
-    b_ptr,  # [slots, N, RANK]
-    slots_ptr,  # int32 [rows]; -1 means no adapter
-    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: module of each program's columns
-    y_ptr,  # [rows, N], written; ADD: added to
-    rows,
-    SLOT_STRIDE: tl.constexpr,
-    N: tl.constexpr,
-    MODULES: tl.constexpr,
-    RANK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    RANKS: tl.constexpr,
-    ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Store the linear layer's output plus sums times B^T, for all rows. Grid (cdiv(N, BLOCK_N), tiles of rows)."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    module = tl.load(modules_ptr + tl.program_id(0))
-    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
-    live = (m < rows)[:, None] & (n < N)[None, :]
-    row = m.to(tl.int64)[:, None]
-    b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    y = tl.load(both_ptr + row * (N + SLOTS * MODULES * RANK) + n[None, :], mask=live, other=0.0).to(tl.float32)
-    if ADD:
-        y += tl.load(y_ptr + row * N + n[None, :], mask=live, other=0.0).to(tl.float32)
-    if tl.max(slots, 0) >= 0:
-        y += expanded(
-            b_ptr, b, both_ptr, both_ptr, 0.0, slots, m, n, rows, module,
-            SLOT_STRIDE, MODULES, RANK, 1, SLOTS, TOGETHER, RANKS, 0, N, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+    if BEHIND == 0 or tl.max(slots, 0) >= 0:
+        y = y.to(tl.float32) + expanded(
+            b_ptr, b, sums_ptr, squares_ptr, eps, slots, m, n, rows, module,
+            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, BEHIND, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
         )  # fmt: skip
-    tl.store(y_ptr + row * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=live)
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
-from headway.kernels.lora.adapter_kernels import expand_gated, expand_joined, expand_rows, norm_and_shrink, shrink_rows
+from headway.kernels.lora.adapter_kernels import expand_gated, expand_rows, norm_and_shrink, shrink_rows
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Workspace
 from headway.kernels.step.config import Activation
@@ -87,45 +87,42 @@ class FusedAdditions:
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
         """Add the adapters' output to y in two launches, or in one after `normed`."""
-        rows = x.shape[0]
-        if rows:
-            low = low or self._shrink(x, product, slots)
-            block = self._blocks[product][0]
-            launch = self._launcher("expand", product, low.normed, x.dtype, block, None)
-            modules = self._modules_of(product, block, product.out_features)
-            launch(
-                (triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1),
-                sums_ptr=low.sums,
-                squares_ptr=low.squares,
-                b_ptr=product.b,
-                slots_ptr=slots,
-                modules_ptr=modules,
-                y_ptr=y,
-                eps=low.eps,
-                rows=rows,
-            )
+        if len(x):
+            self._launch_plain(product, low or self._shrink(x, product, slots), x.dtype, slots, y, "expand")
         return y
+
+    def _launch_plain(
+        self, product: AdaptedProduct, low: Shrunk, dtype: torch.dtype, slots: Tensor, y: Tensor, kind: str
+    ) -> None:
+        """Launch `expand_rows`. kind: "expand", or "joined" if each row of `low.sums` contains the linear layer's output before
+        the sums, or "joined, added" if y is added to as well."""
+        size, block = product.out_features, self._blocks[product][0]
+        launch = self._launcher(kind, product, low.normed, dtype, block, None, joined=kind != "expand")
+        launch(
+            (triton.cdiv(size, block), triton.cdiv(len(y), _BLOCK_M), 1),
+            sums_ptr=low.sums,
+            squares_ptr=low.squares,
+            b_ptr=product.b,
+            slots_ptr=slots,
+            modules_ptr=self._modules_of(product, block, size),
+            y_ptr=y,
+            eps=low.eps,
+            rows=len(y),
+        )
 
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
     ) -> Tensor | None:
         """Add the adapters' output to gate and up and activate, in the same number of launches as `add`. Return None if modules
-        do not start at multiples of a program's columns."""
+        do not start at multiples of a program's columns. low: if `low.sums` is `both`, each row of `both` contains the sums after
+        the linear layer's columns."""
         rows, size, block = x.shape[0], product.out_features // 2, self._blocks[product][1]
         if block < _FEWEST:
             return None
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
-        if rows:
-            low = low or self._shrink(x, product, slots)
-            self._launch_gated(product, low, both, slots, activation, y)
-        return y
-
-    def _launch_gated(
-        self, product: AdaptedProduct, low: Shrunk, both: Tensor, slots: Tensor, activation: Activation, y: Tensor
-    ) -> None:
-        """Launch `expand_gated`. low: if `low.sums` is `both`, each row of `both` contains the sums after the linear layer's
-        columns."""
-        (rows, size), block = y.shape, self._blocks[product][1]
+        if not rows:
+            return y
+        low = low or self._shrink(x, product, slots)
         launch = self._launcher("gated", product, low.normed, both.dtype, block, activation, joined=low.sums is both)
         modules = self._modules_of(product, block, size)
         launch(
@@ -140,29 +137,20 @@ class FusedAdditions:
             eps=low.eps,
             rows=rows,
         )
+        return y
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
         """Return the linear layer's output plus the adapters' output, in one launch."""
-        rows, block = both.shape[0], self._blocks[product][0]
-        y = torch.empty(rows, product.out_features, dtype=both.dtype, device=self._device) if add_to is None else add_to
-        if rows:
+        y = torch.empty(len(both), product.out_features, dtype=both.dtype, device=self._device) if add_to is None else add_to
+        if len(both):
             kind = "joined" if add_to is None else "joined, added"
-            launch = self._launcher(kind, product, 0, both.dtype, block, None, joined=True)
-            modules = self._modules_of(product, block, product.out_features)
-            grid = triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1
-            launch(grid, both_ptr=both, b_ptr=product.b, slots_ptr=slots, modules_ptr=modules, y_ptr=y, rows=rows)
+            self._launch_plain(product, Shrunk(both, both, 0, 0.0), both.dtype, slots, y, kind)
         return y
 
     def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
         """Add the adapters' output and activate, in one launch. Return None if modules do not start at multiples of a program's
         columns."""
-        rows, size = both.shape[0], product.out_features // 2
-        if self._blocks[product][1] < _FEWEST:
-            return None
-        y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
-        if rows:
-            self._launch_gated(product, Shrunk(both, both, 0, 0.0), both, slots, activation, y)
-        return y
+        return self.activated(both, both, product, slots, activation, Shrunk(both, both, 0, 0.0))
 
     def _shrink(self, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Shrunk:
         rows, tiling = x.shape[0], _tiling_of(product)
@@ -205,10 +193,9 @@ class FusedAdditions:
                 "BLOCK_M": _BLOCK_M,
                 "BLOCK_N": block,
             }
-            if gated:
-                sizes |= {"ACTIVATION": activation, "BEHIND": product.out_features if joined else 0}
-            sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": tiling.splits, "NORMED": normed}
-            kernel = expand_gated if gated else expand_joined if joined else expand_rows
+            sizes |= {"SPLITS": 1 if joined else tiling.splits, "NORMED": normed, "BEHIND": product.out_features if joined else 0}
+            sizes |= {"ACTIVATION": activation} if gated else {"ADD": kind == "joined, added"}
+            kernel = expand_gated if gated else expand_rows
             launch = self._launchers[key] = FixedLauncher(kernel, 4, self._device, {**sizes, **_dot(dtype)})
         return launch
 

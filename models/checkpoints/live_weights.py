@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.system.held_tensors import held_tensors
 from headway.kernels.experts.bound import BoundExperts
-from headway.kernels.linear.axes import Axis, Shape, shard_of, whole_sizes
+from headway.kernels.linear.axes import Shape, shard_of, whole_sizes
 from headway.kernels.linear.linear import Linear
 from headway.models.checkpoints.weights import WeightSource
 
@@ -49,9 +49,6 @@ class GivenWeights(WeightSource):
         :raises ModelError: if the tensor's shape is not the configuration's.
         """
         return self.take_as(self.dtype, name, shape)
-
-    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         found, sizes = self._find(name), whole_sizes(shape)

@@ -45,6 +45,7 @@ class WeightSource(Protocol):
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Return tensors of shape [size, *rest], concatenated along the first axis. sizes: name -> number of rows."""
+        return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """Return concatenated weights of linear layers with the same input, possibly quantized. sizes: name -> out_features."""

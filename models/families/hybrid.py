@@ -92,12 +92,9 @@ LFM2_NAMES = TensorNames(
     state=StateNames(norm="operator_norm", inputs=(("conv.in_proj", ("B", "C", "x")),), conv=("conv.conv",), out="conv.out_proj"),
 )
 KIMI_NAMES = TensorNames(
-    experts=ExpertNames(
-        router="block_sparse_moe.gate",
+    experts=replace(
+        MIXTRAL_NAMES.experts,
         correction_bias="block_sparse_moe.gate.e_score_correction_bias",
-        gate="block_sparse_moe.experts.{}.w1",
-        up="block_sparse_moe.experts.{}.w3",
-        down="block_sparse_moe.experts.{}.w2",
         shared="block_sparse_moe.shared_experts",
     ),
     state=StateNames(

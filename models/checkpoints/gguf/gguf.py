@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +37,6 @@ from headway.models.families.families import read_decoder_config
 log = logging.getLogger("headway")
 _MEMMAP: Any = numpy.memmap
 _READING = Lock()  # Held while functions of gguf and transformers are replaced: one conversion per process
-_ABANDONED = 3600.0  # Seconds after which a conversion counts as abandoned
 _UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))  # Errors of writing, not of reading
 _TEXTS = ([8], [9, 8])  # .gguf types of a string and of an array of strings
 _FORM = "with blocks, scaled positions and ends"
@@ -74,9 +72,6 @@ def convert(path: Path) -> Path:
     missing = missing_readers()
     if missing:
         raise ModelError(f"model {path}: needs {' and '.join(missing)} to read .gguf files; pip install 'headway[gguf]'")
-    for left in target.parent.glob(".converting-*"):  # left by older releases
-        if time.time() - left.stat().st_mtime > _ABANDONED:
-            shutil.rmtree(left, ignore_errors=True)
     with new_folder(target) as scratch:
         Terminal(stderr=True).print(f"converting {path.name} to safetensors, once", highlight=False)
         convert_into(path, scratch)

@@ -37,18 +37,22 @@ from headway.models.checkpoints.gguf.hybrid_rules import (
 def lfm2_config(header: Header) -> dict[str, Any]:
     """Return LFM2's configuration: a layer without KV heads is a short convolution."""
     return {
-        **_lfm2_config(header),
         "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
+        "intermediate_size": header.size("feed_forward_length"),
+        "norm_eps": header.number("attention.layer_norm_rms_epsilon"),
+        "layer_types": ["full_attention" if kv else "conv" for kv in header.per_layer("attention.head_count_kv")],
+        "conv_L_cache": header.size("shortconv.l_cache"),
+        "conv_bias": header.has_in_a_layer("shortconv.in_proj.bias"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": header.number("rope.freq_base", 1e4)},
     }
 
 
 def lfm2_moe_config(header: Header) -> dict[str, Any]:
     """Return LFM2-MoE's configuration: LFM2 with experts after the leading dense layers."""
     return {
-        **_lfm2_config(header),
-        "moe_intermediate_size": header.size("expert_feed_forward_length"),
+        **lfm2_config(header),
+        **_routed_sizes(header),
         "num_experts": header.size("expert_count"),
-        "num_experts_per_tok": header.size("expert_used_count"),
         "num_dense_layers": header.size("leading_dense_block_count", 0),
         "use_expert_bias": header.has_in_a_layer("exp_probs_b.bias"),
         "norm_topk_prob": True,
@@ -56,15 +60,10 @@ def lfm2_moe_config(header: Header) -> dict[str, Any]:
     }
 
 
-def _lfm2_config(header: Header) -> dict[str, Any]:
+def _routed_sizes(header: Header) -> dict[str, Any]:
     return {
-        "intermediate_size": header.size("feed_forward_length"),
-        "num_key_value_heads": header.size("attention.head_count_kv"),
-        "norm_eps": header.number("attention.layer_norm_rms_epsilon"),
-        "layer_types": ["full_attention" if kv else "conv" for kv in header.per_layer("attention.head_count_kv")],
-        "conv_L_cache": header.size("shortconv.l_cache"),
-        "conv_bias": header.has_in_a_layer("shortconv.in_proj.bias"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": header.number("rope.freq_base", 1e4)},
+        "num_experts_per_tok": header.size("expert_used_count"),
+        "moe_intermediate_size": header.size("expert_feed_forward_length"),
     }
 
 
@@ -122,7 +121,6 @@ def _qwen_config(header: Header) -> dict[str, Any]:
     recurrent = header.get("attention.recurrent_layers") or [(layer + 1) % interval != 0 for layer in range(header.num_layers)]
     share = header.size("rope.dimension_count", head_dim // 4) / head_dim
     return {
-        "num_key_value_heads": header.size("attention.head_count_kv"),
         "head_dim": head_dim,
         "intermediate_size": header.size("feed_forward_length", 1) or 1,
         "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
@@ -142,9 +140,8 @@ def _qwen_config(header: Header) -> dict[str, Any]:
 
 def _expert_sizes(header: Header) -> dict[str, Any]:
     return {
+        **_routed_sizes(header),
         "num_experts": header.size("expert_count"),
-        "num_experts_per_tok": header.size("expert_used_count"),
-        "moe_intermediate_size": header.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": header.size("expert_shared_feed_forward_length"),
     }
 
@@ -204,7 +201,7 @@ def kimi_config(header: Header) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "intermediate_size": header.size("feed_forward_length"),
         "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
-        "layer_types": ["full_attention" if kv else "linear_attention" for kv in header.per_layer("attention.head_count_kv")],
+        "layer_types": _state_or_attention(header),
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
         "linear_num_heads": heads,
         "linear_head_dim": header.size("kda.head_dim"),
@@ -214,14 +211,19 @@ def kimi_config(header: Header) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": header.size("attention.key_length_mla") - rope,
         "v_head_dim": header.size("attention.value_length_mla"),
+        **_deepseek_sizes(header),
         "num_local_experts": header.size("expert_count"),
-        "num_experts_per_tok": header.size("expert_used_count"),
-        "moe_intermediate_size": header.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _deepseek_sizes(header: Header) -> dict[str, Any]:
+    return {
+        **_routed_sizes(header),
         "n_shared_experts": header.size("expert_shared_count"),
         "routed_scaling_factor": header.number("expert_weights_scale", 1.0),
         "n_group": header.size("expert_group_count", 1),
         "topk_group": header.size("expert_group_used_count", 1),
-        "norm_topk_prob": True,
     }
 
 
@@ -270,7 +272,7 @@ def granite_config(header: Header) -> dict[str, Any]:
         "residual_multiplier": header.number("residual_scale", 1.0),
         "logits_scaling": header.number("logit_scale", 1.0),
         "position_embedding_type": "rope" if header.get("rope.scaling.finetuned", True) else None,
-        "layer_types": _mamba_or_attention(header),
+        "layer_types": _state_or_attention(header),
     }
 
 
@@ -279,7 +281,7 @@ def bamba_config(header: Header) -> dict[str, Any]:
     head_dim = header.size("embedding_length") // header.size("attention.head_count")
     values = _mamba2_sizes(header)
     values["rope_parameters"]["partial_rotary_factor"] = header.size("rope.dimension_count", head_dim) / head_dim
-    attending = [layer for layer, kind in enumerate(_mamba_or_attention(header)) if kind == "full_attention"]
+    attending = [layer for layer, kind in enumerate(_state_or_attention(header)) if kind == "full_attention"]
     return {**values, "intermediate_size": header.size("feed_forward_length"), "attn_layer_indices": attending}
 
 
@@ -351,7 +353,6 @@ def nemotron_h_config(header: Header) -> dict[str, Any]:
     of_mlp = [header.shape(up)[0] for up in ups if up in header]  # in a model with experts the keys give only the experts' size
     heads = max(header.size("ssm.time_step_rank"), 1)
     values = {
-        "num_key_value_heads": header.size("attention.head_count_kv"),
         "head_dim": header.size("attention.key_length"),
         "layers_block_type": kinds,
         "intermediate_size": max([*inner, *of_mlp, 1]) if not any(routed) else max([*of_mlp, 1]),
@@ -371,15 +372,10 @@ def nemotron_h_config(header: Header) -> dict[str, Any]:
 
 def _nemotron_experts(header: Header) -> dict[str, Any]:
     return {
+        **_deepseek_sizes(header),
         "n_routed_experts": header.size("expert_count"),
-        "num_experts_per_tok": header.size("expert_used_count"),
-        "moe_intermediate_size": header.size("expert_feed_forward_length"),
         "moe_shared_expert_intermediate_size": header.size("expert_shared_feed_forward_length"),
-        "n_shared_experts": header.size("expert_shared_count"),
         "norm_topk_prob": bool(header.get("expert_weights_norm", False)),
-        "routed_scaling_factor": header.number("expert_weights_scale", 1.0),
-        "n_group": header.size("expert_group_count", 1),
-        "topk_group": header.size("expert_group_used_count", 1),
         "moe_latent_size": header.size("moe_latent_size", 0) or None,
     }
 
@@ -406,7 +402,6 @@ def jamba_config(header: Header) -> dict[str, Any]:
     expert_period, expert_offset = _every(header, "ffn_gate_inp", routed)
     hidden = header.size("embedding_length")
     return {
-        "num_key_value_heads": header.size("attention.head_count_kv"),
         "intermediate_size": header.size("feed_forward_length"),
         "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
         "attn_layer_period": period,
@@ -455,7 +450,6 @@ def jamba_rules(header: Header) -> list[Rule]:
 def _mamba2_sizes(header: Header) -> dict[str, Any]:
     heads, inner = max(header.size("ssm.time_step_rank"), 1), header.size("ssm.inner_size")
     return {
-        "num_key_value_heads": header.size("attention.head_count_kv"),
         "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
@@ -471,7 +465,7 @@ def _mamba2_sizes(header: Header) -> dict[str, Any]:
     }
 
 
-def _mamba_or_attention(header: Header) -> list[str]:
+def _state_or_attention(header: Header) -> list[str]:
     return ["full_attention" if kv else "linear_attention" for kv in header.per_layer("attention.head_count_kv")]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.text import shown
-from headway.kernels.linear.axes import Axis, Shape, held_sizes, whole_sizes
+from headway.kernels.linear.axes import Shape, held_sizes, whole_sizes
 from headway.models.checkpoints.checkpoint import check_sizes
 from headway.models.checkpoints.gguf.header import Header
 from headway.models.checkpoints.gguf.hybrid_architectures import GgufArchitecture
@@ -160,7 +160,7 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
     from transformers import AutoConfig
 
     _check(header, architecture)
-    config = AutoConfig.for_model(**_stated(header, architecture), **architecture.config(header))
+    config = AutoConfig.for_model(**{**_stated(header, architecture), **architecture.config(header)})
     check_sizes(header.path, config.to_dict(), "its header")
     read = read_decoder_config(config)
     _check_experts(header, read)
@@ -208,6 +208,7 @@ def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
         "hidden_size": header.size("embedding_length"),
         "num_hidden_layers": header.num_layers,
         "num_attention_heads": header.size("attention.head_count"),
+        "num_key_value_heads": header.size("attention.head_count_kv"),
         "max_position_embeddings": header.size("context_length"),
         "tie_word_embeddings": "output.weight" not in header,
         **{key: header.general(f"tokenizer.ggml.{name}_token_id") for key, name in _IDS.items()},
@@ -229,9 +230,6 @@ class _Names(WeightSource):
     def take(self, name: str, shape: Shape) -> Tensor:
         self.shapes[name] = whole_sizes(shape)
         return torch.empty(held_sizes(shape), device=self.device)
-
-    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         return self.take(name, shape).to(dtype)

@@ -30,10 +30,11 @@ from transformers import (
 from headway.core.oracle.weight_cases import on_device
 from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.forms import Operand
-from headway.kernels.linear.gpu_kernels import RowRounding
+from headway.kernels.linear.gpu_kernels import round_rows
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.tile_kernels import Tiles
 from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.runtime.vllm_library import find_library
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import Norm, TorchOperations
@@ -295,7 +296,7 @@ def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype
 @pytest.mark.parametrize("group", [128, 1024])
 def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
     x, weight = torch.randn(5, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
-    y, scales = RowRounding(CUDA)(x, group, Norm(weight, 1e-6))
+    y, scales = round_rows(Launchers(CUDA), x, group, Norm(weight, 1e-6))
     normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
     back = y[:5].double() * scales[:5].double().repeat_interleave(group, 1)
     assert (back - normed).norm() < 0.035 * normed.norm()
@@ -326,9 +327,8 @@ def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None
         kind = choice_of(linear)
         assert way in kind.kernels, str(kind.refused.get("w8a8"))
         step = bound(linear, way)
-        x = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda()
-        group = 128 if "blocks" in form else shape[1]
-        rounded, scales = RowRounding(CUDA)(x, group, None)
+        x, group = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda(), 128 if "blocks" in form else shape[1]
+        rounded, scales = round_rows(Launchers(CUDA), x, group, None)
         read = rounded[:rows].double() * scales[:rows].double().repeat_interleave(group, 1)
         exact = read @ on_device(weight, CUDA).dequantized(torch.float64).t() + bias.cuda().double()
         y = step(x, linear)

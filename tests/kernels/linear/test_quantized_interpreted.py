@@ -10,11 +10,12 @@ from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
 from headway.kernels.linear.choice import spec_of
-from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding
+from headway.kernels.linear.gpu_kernels import dequantize, round_rows
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.marlin import Cutlass
 from headway.kernels.linear.quantized import QuantizedTiling, TritonKernel
 from headway.kernels.runtime import vllm_library
+from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.invariant import invariant_operations
 from headway.kernels.step.operations import Norm, TorchOperations
@@ -76,7 +77,7 @@ def test_any_cut_gives_the_product_and_rows_do_not_know_each_other(tiling: Quant
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_is_dequantised_as_its_form_says(form: str) -> None:
     weight = FORMS[form](torch.randn(40, 384, generator=torch.Generator().manual_seed(4)))
-    dense = Dequantizer(torch.device("cpu"))(weight, torch.float16).float()
+    dense = dequantize(Launchers(torch.device("cpu")), weight, torch.float16).float()
     expected, order = weight.dequantized(torch.float32), getattr(weight, "order", None)
     expected = expected if order is None else expected[:, order.long()]
     torch.testing.assert_close(dense, expected.half().float(), rtol=1e-3, atol=0)
@@ -88,7 +89,7 @@ def test_x_gets_eight_bits_under_scales_of_its_own(group: int) -> None:
     drawn = torch.randn(5, 384, generator=torch.Generator().manual_seed(5)).to(torch.float8_e4m3fn).float()
     drawn[:, ::128] = 448
     factors = 2.0 ** -torch.arange(5 * 384 // group).view(5, -1)
-    y, scales = RowRounding(torch.device("cpu"))((drawn * factors.repeat_interleave(group, 1)).to(BF16), group, None)
+    y, scales = round_rows(Launchers(torch.device("cpu")), (drawn * factors.repeat_interleave(group, 1)).to(BF16), group, None)
     assert y.shape == (8, 384)
     assert scales.stride() == (1, 8)
     assert torch.equal(scales[:5], factors)

@@ -24,8 +24,9 @@ from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
 from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import spec_of
-from headway.kernels.linear.gpu_kernels import Dequantizer, RowRounding
+from headway.kernels.linear.gpu_kernels import dequantize, round_rows
 from headway.kernels.linear.quantized import TritonKernel
+from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
 from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 from headway.kernels.step.config import LatentConfig
@@ -186,9 +187,8 @@ def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:
     """Run linear layers with a quantized weight of each format, with each kernel that supports it."""
-    dequantize, rounding = Dequantizer(GPU), RowRounding(GPU)
     heads, rope = Heads(4, 2, 128), tuple(torch.empty(2, 64, 64, dtype=FP32, device=GPU))
-    norm = Norm(torch.empty(shape[1], dtype=dtype, device=GPU), 1e-6)
+    launchers, norm = Launchers(GPU), Norm(torch.empty(shape[1], dtype=dtype, device=GPU), 1e-6)
     for whole, weight in quantized_weights(shape):
         spec = spec_of(weight, dtype, GPU)
         for count in rows if TritonKernel.supports(spec) else ():
@@ -201,9 +201,9 @@ def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterabl
             multiply(x, read, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
             if kernel.rotates(count, read, heads):
                 multiply(x, read, norm, rotated=(heads, (rope[0], rope[1])))
-        dequantize(weight, dtype)
+        dequantize(launchers, weight, dtype)
     for group in (128, shape[1]):
-        rounding(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
+        round_rows(launchers, torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
 
 
 def quantized_weights(shape: tuple[int, int]) -> Iterable[tuple[bool, QuantizedWeight]]:
@@ -227,10 +227,9 @@ def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:
     """Sampling: greedy, random, with top_k, top_p and min_p, on one of several ranks, and verification of drafts."""
     logits = torch.empty(rows, vocab_size, dtype=dtype, device=GPU)
     keys, scales = torch.zeros(rows, dtype=torch.int64, device=GPU), torch.ones(rows, device=GPU)
-    sampling = FusedSampling(GPU)
+    sampling, part = FusedSampling(GPU), FusedPart(GPU)
     sampling.greedy(logits)
     TopKTopPSampler(GPU)(logits, sampling.draw(logits, scales, keys), keys, torch.ones(4, rows, device=GPU))
-    part = FusedPart(GPU)
     for ranks in (2, 8):
         part.winners(part.best_of_part(logits, None, None, vocab_size).expand(ranks, -1).contiguous())
         part.best_of_part(logits, scales, keys, 5)
