@@ -132,19 +132,6 @@ def test_completions_of_one_prompt_share_its_checkpoint(registry: Registry) -> N
     assert engine.stats.num_checkpoint_hits == 2
 
 
-def test_an_aborted_sequence_gives_its_slots_back(registry: Registry) -> None:
-    engine = made_engine(MODELS["gated delta"], registry, CONFIG)
-    random = Random(1)
-    for number in range(30):
-        engine.add_request(str(number), engine.limits.checked(PROMPTS[number % len(PROMPTS)], GREEDY))
-        for _ in range(random.randrange(4)):
-            engine.step()
-        engine.abort(str(random.randrange(number + 1)))
-        engine.blocks.check_integrity(engine.scheduler.holders)
-    drain(engine)
-    assert tokens_of(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
-
-
 def test_a_second_turn_begins_where_the_first_prompt_ended(registry: Registry) -> None:
     engine = made_engine(MODELS["gated delta"], registry, CONFIG)
     first = generate(engine, [SHARED], GREEDY)[0].token_ids

@@ -100,15 +100,6 @@ def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
     assert (second.num_cached_tokens, other.num_cached_tokens) == (9, 0)
 
 
-def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
-    scheduler = Scheduler(BlockManager(32, 4), 64, 4)
-    finish(scheduler, sequence("first", list(range(8)), 1))
-    again = sequence("again", list(range(8)), 1)
-    finish(scheduler, again)
-    assert again.num_cached_tokens == 7
-    assert len(again.output_token_ids) == 1
-
-
 def test_least_recently_freed_page_is_handed_out_first() -> None:
     scheduler = Scheduler(BlockManager(6, 4), 64, 4)
     finish(scheduler, sequence("a", [1] * 8, 1))
@@ -118,17 +109,6 @@ def test_least_recently_freed_page_is_handed_out_first() -> None:
     finish(scheduler, b)
     finish(scheduler, a)
     assert (b.num_cached_tokens, a.num_cached_tokens) == (8, 0)
-
-
-def test_forgotten_prefixes_are_not_found() -> None:
-    blocks = BlockManager(32, 4)
-    scheduler = Scheduler(blocks, 64, 4)
-    finish(scheduler, sequence("first", list(range(10)), 2))
-    blocks.forget_prefixes()
-    again = sequence("again", list(range(10)), 2)
-    finish(scheduler, again)
-    assert again.num_cached_tokens == 0
-    blocks.check_integrity([])
 
 
 def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
