@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
+import inspect
 import os
 import shutil
 import signal
@@ -103,6 +105,14 @@ def pytest_collection_finish() -> None:
         collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None, get_freeze_count=lambda: 1, set_threshold=gc.set_threshold
     )
     atexit.register(gc.unfreeze)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine function in an event loop, which ends with its test."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -216,10 +216,6 @@ def test_flash_attn_4_needs_finite_rows_in_a_sequences_last_block(monkeypatch: p
     assert error < 1e-6 if poison == FINITE_POISON else math.isnan(error)
 
 
-def test_only_flash_attn_4_needs_finite_rows() -> None:
-    assert [kind.name for kind in BACKENDS if kind.capabilities.reads_whole_blocks] == ["flash_attn_4"]
-
-
 def test_torch_varlen_copies_only_where_the_library_would_not_write_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = TorchVarlen()
     install(monkeypatch, fake)

@@ -55,7 +55,7 @@ def kept() -> Path:
 
 
 def test_a_small_table_is_measured_printed_exported_and_not_kept_for_auto(headway: Headway, tmp_path: Path) -> None:
-    files = [tmp_path / "x.csv", tmp_path / "x.md", tmp_path / "x.html"]
+    files = [tmp_path / f"x.{form}" for form in ("csv", "md", "html", "json")]
     exports = [word for file in files for word in ("--export", str(file))]
     grid = ("--phases", "decode,prefill", "--batch-sizes", "1,2", "--input-lens", "8", "--layouts", "nhd", "--block-sizes", "16")
     result = headway("bench", "crossover", *TINY, *grid, *exports, columns=200)
@@ -64,7 +64,7 @@ def test_a_small_table_is_measured_printed_exported_and_not_kept_for_auto(headwa
     assert "decode, batch size 2" in result.out
     assert "not saved" in result.out
     assert stored_tables() == []
-    assert all(file.exists() for file in files)
+    assert all(file.stat().st_size > 100 for file in files)
     path = tmp_path / "t.json"
     assert headway("bench", "crossover", *TINY, *grid, "--output", str(path)).code == 0
     table = read_table(path)

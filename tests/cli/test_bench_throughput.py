@@ -60,7 +60,9 @@ def test_adapters_are_measured_by_one_option(folder: Path, tmp_path: Path) -> No
     small = ("--model", folder, "--load-format", "dummy", "--repeat", 1, "--warmup", 0, "--no-autotune")
     answer = call(*small, "--batch-size", 3, "--input-len", 5, "--output-len", 2, "--lora", 2, "--lora-rank", 4, "--output", path)
     assert answer.exit_code == 0, answer.output
-    assert [cell.num_adapters for cell in OfflineReport.read(path).cells] == [0, 2]
+    cells = OfflineReport.read(path).cells
+    assert [(cell.label, cell.num_adapters) for cell in cells] == [("3 x 5/2", 0), ("3 x 5/2 + 2 adapters", 2)]
+    assert "of the tokens/s without adapters" in answer.output
     refused = call(*small, "--lora", 2)
     assert isinstance(refused.exception, ConfigError)
     assert "--lora: needs random prompts, got texts" in str(refused.exception)

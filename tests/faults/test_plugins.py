@@ -31,7 +31,7 @@ from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import read_table
 from hostile_plugins import HARMLESS, HOSTILE, LATE, install_hostile, source
-from sandbox import BROKEN, BROKEN_SAYS, TOY, run_headway, save_tiny_model
+from sandbox import TOY, run_headway, save_tiny_model
 from tables import QUICK as QUICK_BENCH
 from tables import SPEC, a_table
 
@@ -301,15 +301,6 @@ def test_a_fault_is_an_error_in_one_line_and_is_not_remembered(folder: Path) -> 
         (record,) = untried_registry(["tried_toy.py"], trial=trial, load_entry_points=False).plugins
         assert (record.state, record.tried, record.target) == ("loaded", "today", str(folder / "tried_toy.py"))
     assert answers == []
-
-
-@pytest.mark.parametrize("name", ["wrong_signature", "unknown_hook"])
-def test_a_file_whose_hooks_are_none_is_an_error_in_one_line(folder: Path, name: str) -> None:
-    (folder / "mine.py").write_text(BROKEN[name])
-    with pytest.raises(PluginError) as refused:
-        untried_registry(["mine.py"], load_entry_points=False)
-    assert all(word in str(refused.value) for word in ("mine", *BROKEN_SAYS[name])), refused.value
-    assert "\n" not in str(refused.value)
 
 
 def test_a_file_is_the_same_plugin_however_its_path_is_written(folder: Path) -> None:

@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from headway import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from headway import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, PromptError
 from server_clients import plain, read
 
@@ -24,7 +24,7 @@ def _raising(token_ids: list[int], logits: object) -> object:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_cancellations_lose_duplicate_or_mix_no_tokens(llm: LLM, served: AsyncLLM, count: int) -> None:
+async def test_random_cancellations_lose_duplicate_or_mix_no_tokens(llm: LLM, served: AsyncLLM, count: int) -> None:
     draw = random.Random(0)
     prompts = [[draw.randrange(1, 300) for _ in range(draw.randint(1, 24))] for _ in range(count)]
     wishes = [SamplingParams(temperature=0, max_tokens=draw.randint(1, 16), ignore_eos=True) for _ in prompts]
@@ -55,11 +55,8 @@ def test_random_cancellations_lose_duplicate_or_mix_no_tokens(llm: LLM, served: 
         tokens = list(chain(*pieces)) if kinds[number] is RequestOutputKind.DELTA else pieces[-1]
         return tokens, reason, pieces
 
-    async def all_of_them() -> list[tuple[list[int], str | None, list[list[int]]] | BaseException]:
-        return await asyncio.gather(*map(one, range(count)), return_exceptions=True)
-
     ended = {"read": 0, "close": 0, "cancel": 0, "abort": 0}
-    for number, result in enumerate(asyncio.run(all_of_them())):
+    for number, result in enumerate(await asyncio.gather(*map(one, range(count)), return_exceptions=True)):
         whole = alone[number].outputs[0].token_ids
         if isinstance(result, BaseException):
             assert isinstance(result, asyncio.CancelledError), result
@@ -80,19 +77,15 @@ def test_random_cancellations_lose_duplicate_or_mix_no_tokens(llm: LLM, served: 
     assert min(ended.values()) >= count // 40, ended
 
 
-def test_output_kind_selects_cumulative_delta_or_final(llm: LLM, served: AsyncLLM) -> None:
+async def test_output_kind_selects_cumulative_delta_or_final(llm: LLM, served: AsyncLLM) -> None:
     prompt = [1, 2, 3]
     params = {
         kind: SamplingParams(n=2, temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, output_kind=kind)
         for kind in RequestOutputKind
     }
     (whole,) = llm.generate([prompt], params[RequestOutputKind.FINAL_ONLY], use_tqdm=False)
-
-    async def run() -> dict[RequestOutputKind, list[RequestOutput]]:
-        read_all = await asyncio.gather(*(read(served.generate(prompt, params[kind])) for kind in RequestOutputKind))
-        return dict(zip(RequestOutputKind, read_all, strict=True))
-
-    found = asyncio.run(run())
+    read_all = await asyncio.gather(*(read(served.generate(prompt, params[kind])) for kind in RequestOutputKind))
+    found = dict(zip(RequestOutputKind, read_all, strict=True))
     (last,) = found[RequestOutputKind.FINAL_ONLY]
     assert plain(last) == plain(found[RequestOutputKind.CUMULATIVE][-1]) == plain(whole)
     texts = [output.outputs[0].text for output in found[RequestOutputKind.CUMULATIVE]]
@@ -106,7 +99,7 @@ def test_output_kind_selects_cumulative_delta_or_final(llm: LLM, served: AsyncLL
         assert [new.finish_reason for new in mine if new.finish_reason] == ["length"]
 
 
-def test_bad_request_is_refused_before_anything_is_queued(llm: LLM, served: AsyncLLM) -> None:
+async def test_bad_request_is_refused_before_anything_is_queued(llm: LLM, served: AsyncLLM) -> None:
     bad = {
         "prompt 0: needs at most 255 tokens": ([1] * 300, GREEDY, None, 0),
         "at least one token": ([], GREEDY, None, 0),
@@ -117,30 +110,23 @@ def test_bad_request_is_refused_before_anything_is_queued(llm: LLM, served: Asyn
         "priority: needs a whole number": ([1], GREEDY, None, 0.5),
         "logits_processors: needs a function, or a name": ([1], SamplingParams(logits_processors=["nobody's"]), None, 0),
     }
-
-    async def run() -> None:
-        good = asyncio.create_task(read(served.generate([1, 2, 3], LONG, "taken")))
-        await asyncio.sleep(0.01)
-        for match, (prompt, params, request_id, priority) in bad.items():
-            with pytest.raises(ConfigError, match=match):
-                await read(served.generate(prompt, params, request_id, priority=priority))  # type: ignore[arg-type]
-        with pytest.raises(PromptError, match="prompt 1: needs at least one token"):
-            await served.check([[1], []], GREEDY)
-        assert (await good)[-1].outputs[0].finish_reason == "length"
-        assert (await read(served.generate([1], GREEDY, "taken")))[-1].finished, "an id is free once its request has ended"
-
-    asyncio.run(run())
+    good = asyncio.create_task(read(served.generate([1, 2, 3], LONG, "taken")))
+    await asyncio.sleep(0.01)
+    for match, (prompt, params, request_id, priority) in bad.items():
+        with pytest.raises(ConfigError, match=match):
+            await read(served.generate(prompt, params, request_id, priority=priority))  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="prompt 1: needs at least one token"):
+        await served.check([[1], []], GREEDY)
+    assert (await good)[-1].outputs[0].finish_reason == "length"
+    assert (await read(served.generate([1], GREEDY, "taken")))[-1].finished, "an id is free once its request has ended"
 
 
-def test_a_fault_inside_a_request_ends_it_alone(llm: LLM, served: AsyncLLM) -> None:
+async def test_a_fault_inside_a_request_ends_it_alone(llm: LLM, served: AsyncLLM) -> None:
     (alone,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     wrong = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="(a"))
     raises = SamplingParams(temperature=0, max_tokens=8, logits_processors=[_raising])
-
-    async def run() -> list[list[RequestOutput]]:
-        return await asyncio.gather(*(read(served.generate([1, 2, 3], params)) for params in (GREEDY, wrong, raises)))
-
-    good, uncompiled, raised = (outputs[-1] for outputs in asyncio.run(run()))
+    ended = await asyncio.gather(*(read(served.generate([1, 2, 3], params)) for params in (GREEDY, wrong, raises)))
+    good, uncompiled, raised = (outputs[-1] for outputs in ended)
     assert plain(good) == plain(alone)
     for output, words in ((uncompiled, "regular expression"), (raised, "no such row")):
         assert output.outputs[0].finish_reason == "error"
@@ -165,14 +151,10 @@ def test_chat_renders_the_template_off_the_loop(llm: LLM, served: AsyncLLM, monk
     assert threads[0].startswith("headway-tokenise")
 
 
-def test_llm_and_async_llm_share_an_engine(llm: LLM, served: AsyncLLM) -> None:
+async def test_llm_and_async_llm_share_an_engine(llm: LLM, served: AsyncLLM) -> None:
     (alone,) = llm.generate([[7, 8, 9]], LONG, use_tqdm=False)
     before = llm.engine.stats.snapshot()
-
-    async def run() -> tuple[list[RequestOutput], list[RequestOutput]]:
-        stream = asyncio.create_task(read(served.generate([7, 8, 9], LONG)))
-        return await asyncio.to_thread(llm.generate, [[7, 8, 9]], LONG, False), await stream
-
-    mine, streamed = asyncio.run(run())
+    stream = asyncio.create_task(read(served.generate([7, 8, 9], LONG)))
+    mine, streamed = await asyncio.to_thread(llm.generate, [[7, 8, 9]], LONG, False), await stream
     assert plain(mine[0]) == plain(streamed[-1]) == plain(alone)
     assert (llm.engine.stats - before).num_steps < 110, "they never ran in one batch"

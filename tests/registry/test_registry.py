@@ -125,16 +125,12 @@ def test_an_unknown_name_is_answered_with_every_name_its_state_and_every_failure
     registry = make(mine=Plugin([info("broken", missing, extra="libkernel>=2")]))
     with pytest.raises(UnknownBackendError) as caught:
         registry.backend("brokn")
+    with pytest.raises(UnknownBackendError, match="'flsh'"):
+        registry.availability("flsh")
     text = str(caught.value)
     assert "'brokn', which nobody registered. Nearest: broken. Registered here:" in text
     assert re.search(r"^ +sdpa +available$", text, re.MULTILINE)
     assert re.search(r"^ +broken +unavailable.*libkernel.*pip install 'libkernel>=2'", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize("ask", ["backend", "availability"])
-def test_availability_of_an_unknown_name_is_an_error_not_a_no(registry: Registry, ask: str) -> None:
-    with pytest.raises(UnknownBackendError, match="'flsh'"):
-        getattr(registry, ask)("flsh")
 
 
 def test_an_unknown_layout_is_answered_with_those_there_are(registry: Registry) -> None:

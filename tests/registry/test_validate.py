@@ -77,7 +77,6 @@ def refused(plugin: object) -> str:
         (Plugin([info(name="auto")]), "BackendInfo.name must be none of the words auto and reference, got 'auto'"),
         (Plugin([info(load=SDPA.name)]), "backend 'mine': BackendInfo.load must be callable"),
         (Plugin([info(summary=None)]), "backend 'mine': BackendInfo.summary must be a text, got None"),
-        (Plugin([info(api_version=1)]), f"backend 'mine' is written for api_version 1, Headway has {API_VERSION}"),
         (Plugin([info(api_version="2")]), "BackendInfo.api_version must be a whole number, as 3, got '2'"),
         (Plugin(layouts=[LayoutInfo(AXES, lambda device: write_rows)]), "LayoutInfo.layout must be a CacheLayout"),
         (
@@ -267,6 +266,8 @@ BAD = {
     "exits.py": ("import sys\nsys.exit(3)\n", ("plugin exits.py: SystemExit: 3 (line 2)",)),
     "hookless.py": (WITHOUT_HOOK, ("implements no hook", "headway.hookimpl", "hookless.py:CLASS")),
     "hookless.py:Nobody": (WITHOUT_HOOK, ("one of Toy, ToyDecode", "'Nobody'")),
+    "signature.py": (BROKEN["wrong_signature"], ("signature.py", *BROKEN_SAYS["wrong_signature"])),
+    "hook.py": (BROKEN["unknown_hook"], ("hook.py", *BROKEN_SAYS["unknown_hook"])),
     "nameless.py:Toy": (WITHOUT_HOOK.replace('name = "toy"', ""), ("class Toy", "`name`")),
     "taken.py": (TOY.replace('"toy"', '"sdpa"'), ("'sdpa'", "taken.py", "already taken by built-in", "rename one of them")),
     "taken.py:Toy": (WITHOUT_HOOK.replace('name = "toy"', 'name = "sdpa"'), ("'sdpa'", "already taken by built-in")),
@@ -289,7 +290,6 @@ def test_a_refused_file_says_why_in_one_line_and_costs_nothing_else(folder: Path
     assert "toy" not in registry_of().backends
 
 
-EXITS = "import sys\nsys.exit(3)\n"
 MALFORMED = "[headway]\nthis line has no equals sign\n"
 
 
@@ -335,15 +335,6 @@ def test_a_broken_plugin_registers_nothing(registry: Registry, plugins: Path, mo
     for word in BROKEN_SAYS[name]:
         assert word in str(failure)
     assert list(broken.backends) == list(registry.backends)
-
-
-def test_a_plugin_that_exits_on_import_is_a_record(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(plugins, "broken_exit", EXITS)
-    try:
-        (failure,) = create(plugins, monkeypatch).failures
-    except SystemExit:
-        pytest.fail("the plugin's sys.exit() ended headway")
-    assert "SystemExit" in str(failure)
 
 
 def test_metadata_that_cannot_be_read_does_not_stop_start_up(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:

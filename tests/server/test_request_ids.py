@@ -164,7 +164,7 @@ def world(llm: LLM) -> Iterator[tuple[World, Running]]:
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_concurrent_answers_hold_their_own_tokens(world: tuple[World, Running], number: int) -> None:
+async def test_concurrent_answers_hold_their_own_tokens(world: tuple[World, Running], number: int) -> None:
     made, served = world
     plans: Counter[str] = Counter()
 
@@ -177,13 +177,10 @@ def test_concurrent_answers_hold_their_own_tokens(world: tuple[World, Running], 
         assert ended or plan in ("close", "cancel")
         plans[plan] += 1
 
-    async def everybody() -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
-        async with httpx.AsyncClient(base_url=served.url, timeout=120, limits=limits) as http:
-            room = asyncio.Semaphore(100)
-            await asyncio.gather(*(one(http, room) for _ in range(number)))
-
-    asyncio.run(everybody())
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
+    async with httpx.AsyncClient(base_url=served.url, timeout=120, limits=limits) as http:
+        room = asyncio.Semaphore(100)
+        await asyncio.gather(*(one(http, room) for _ in range(number)))
     served.wait_idle(30)
     stats = made.engine.stats
     assert min(plans[plan] for plan in PLANS) >= 1

@@ -218,6 +218,7 @@ BROKEN = {
     "taken_name": f'{_HOOK}backends():\n    return [BackendInfo("sdpa", "", lambda: None, api_version=2)]\n',
     "raising_hook": f'{_HOOK}backends():\n    raise KeyError("no table of kernels")\n',
     "wrong_answer": f'{_HOOK}backends():\n    return ["flash"]\n',
+    "exit": "import sys\nsys.exit(3)\n",
 }
 """Sources of plugins that break one rule each."""
 
@@ -231,5 +232,6 @@ BROKEN_SAYS = {
     "taken_name": ("'sdpa'", "taken_name 1.0", "built-in"),
     "raising_hook": ("KeyError", "no table of kernels"),
     "wrong_answer": ("str",),
+    "exit": ("SystemExit",),
 }
 """Words that the record of each must hold."""

@@ -266,11 +266,7 @@ def test_failures_of_one_kind_are_shown_once() -> None:
     results += [
         results[0].model_copy(update={"cell": f"well {size}", "status": "passed", "block_size": size}) for size in (32, 64, 128)
     ]
-    machine = machine_of(torch.device("cpu"))
-    report = CheckReport(
-        target="x", subject="x", origin=Origin(version="1", commit="a"), date="now", quick=True, machine=machine, cells=results
-    )
-    lines = [line.plain for line in scorecard(report, {"answer": "answers"}, 80)]
+    lines = [line.plain for line in scorecard(report_of(results), {"answer": "answers"}, 80)]
     assert sum(line.startswith("✗ ") for line in lines) == 1
     assert "  and 9 more like it" in lines
     assert "10 failed in all; --json FILE keeps them" in lines
@@ -395,9 +391,7 @@ def test_what_is_raised_at_one_place_is_shown_once_whatever_the_check() -> None:
     cells = [made.model_copy(update={"cell": f"{number}", "reason": reasons[number % 2], "guess": ""}) for number in range(6)]
     cells[1] = cells[1].model_copy(update={"check": "lse"})
     cells += [cells[0].model_copy(update={"cell": "other place", "reason": reasons[2]})]
-    machine = machine_of(torch.device("cpu"))
-    report = CheckReport(target="x", subject="x", origin=Origin.here(), date="now", quick=True, machine=machine, cells=cells)
-    lines = [line.plain for line in scorecard(report, {}, 80)]
+    lines = [line.plain for line in scorecard(report_of(cells), {}, 80)]
     assert [line for line in lines if line.startswith("✗ ")] == ["✗ 0", "✗ other place"]
     assert "  and 5 more like it" in lines
 
@@ -485,12 +479,6 @@ def mistyped(axis: str) -> str:
 def test_a_cell_that_cannot_be_is_no_finding(axis: str, words: str) -> None:
     with pytest.raises(HeadwayError, match=f"--cell: needs {words}.*nosuch"):
         check(Wanted(target="sdpa.math", cell=mistyped(axis), in_process=True))
-
-
-@pytest.mark.slow
-def test_nor_is_one_in_a_process_of_its_own() -> None:
-    with pytest.raises(HeadwayError, match="--cell: needs a layout out of nhd, hnd.*nosuch"):
-        check(Wanted(target="sdpa.math", cell=mistyped("nhd")))
 
 
 def test_of_one_cell_no_others_are_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:

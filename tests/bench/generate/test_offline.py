@@ -54,21 +54,6 @@ def report(llm: LLM) -> OfflineReport:
     return run(llm, RandomTokens(4, 40, 12), RandomTokens(1, 8, 1, 0.7), repeat=3)
 
 
-def test_adapters_are_measured_beside_the_base(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path)
-    options = {"skip_tokenizer_init": True, "kv_cache_memory": "16MiB", "num_threads": 1, "autotune_budget": 0}
-    adapted = LLM(str(folder), **options, enable_lora=True, max_loras=3, max_lora_rank=4, max_cpu_loras=3)
-    told: list[str] = []
-    made = run(adapted, RandomTokens(4, 10, 3), told=told, repeat=1, warmup=0, adapters=3)
-    assert [(cell.label, cell.num_adapters) for cell in made.cells] == [("4 x 10/3", 0), ("4 x 10/3 + 3 adapters", 3)]
-    assert told == ["4 x 10/3"] * 2
-    assert adapted.engine.adapter_table.num_in_slots == 3
-    shown = io.StringIO()
-    print_offline(made, Console(file=shown, width=120))
-    assert "4 x 10/3 + 3 adapters: " in shown.getvalue()
-    assert "of the tokens/s without adapters" in shown.getvalue()
-
-
 def test_adapters_need_slots(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="--lora: needs an engine with enable_lora=True, got one without"):
         run(llm, RandomTokens(1, 5, 2), adapters=1)

@@ -200,19 +200,3 @@ def test_refused_drafts_need_no_page_that_was_given_back(registry: Registry, nam
     assert tokens_of(generate(engine, PROMPTS[:3], GREEDY)) == expected[:3]
     assert engine.stats.num_steps < 40, "drafts held"
     assert sum(usage.num_freed for usage in engine.cache_usage().groups) > 40
-
-
-def test_abort_in_the_middle_frees_every_page(registry: Registry) -> None:
-    engine = made_engine(MODELS["two windows"], registry, replace(CONFIG, async_scheduling=True))
-    for number, prompt in enumerate(PROMPTS[:6]):
-        engine.add_request(str(number), engine.limits.checked(prompt, GREEDY))
-    for steps in range(30):
-        engine.step()
-        if steps % 5 == 4:
-            engine.abort(str(steps // 5))
-            engine.blocks.check_integrity(engine.scheduler.running)
-    engine.abort_all()
-    while engine.has_unfinished:
-        engine.step()
-    assert engine.blocks.num_free == engine.blocks.num_pages
-    engine.blocks.check_integrity([])

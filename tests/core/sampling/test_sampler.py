@@ -58,16 +58,6 @@ def test_what_is_left_out_never_comes_and_the_rest_keeps_its_proportions(params:
     torch.testing.assert_close(draws(params), (LOGITS + mask).softmax(-1), rtol=0, atol=0.03)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    params = SamplingParams(temperature=0.8, top_p=0.9)
-    logits = torch.randn(5, 100)
-    alone = [int(take(logits[row : row + 1], [params], [row], [row + 3])) for row in range(5)]
-    others = [params, SamplingParams(temperature=0), params, SamplingParams(temperature=3, top_k=5), params]
-    together = take(logits, others, range(5), range(3, 8)).tolist()
-    assert [together[row] for row in (0, 2, 4)] == [alone[row] for row in (0, 2, 4)]
-    assert together[1] == int(logits[1].argmax())
-
-
 def test_seed_and_position_alone_decide_a_draw() -> None:
     logits = torch.zeros(200, 50)
     params = [SamplingParams()] * 200

@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from headway import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError, PromptError, UnsupportedError
 from headway.core.contract.support import Reason
 from headway.core.engine.data.step import OutputDelta
@@ -61,7 +61,7 @@ def apart(llm: LLM) -> Iterator[AsyncLLM]:
 
 
 @pytest.mark.slow
-def test_requests_with_random_ends_have_the_tokens_that_they_have_in_a_thread(llm: LLM, apart: AsyncLLM) -> None:
+async def test_requests_with_random_ends_have_the_tokens_that_they_have_in_a_thread(llm: LLM, apart: AsyncLLM) -> None:
     draw = random.Random(0)
     prompts = [[draw.randrange(1, 300) for _ in range(draw.randint(1, 24))] for _ in range(40)]
     wishes = [SamplingParams(temperature=0, max_tokens=draw.randint(1, 16), ignore_eos=True) for _ in prompts]
@@ -77,13 +77,11 @@ def test_requests_with_random_ends_have_the_tokens_that_they_have_in_a_thread(ll
                 await stream.aclose()
         return found
 
-    async def all_of_them() -> list[list[int]]:
-        return await asyncio.gather(*map(one, range(len(prompts))))
-
-    for expected, got, most in zip(alone, asyncio.run(all_of_them()), mosts, strict=True):
+    all_of_them = await asyncio.gather(*map(one, range(len(prompts))))
+    for expected, got, most in zip(alone, all_of_them, mosts, strict=True):
         assert got == expected[: len(got)]
         assert len(got) >= min(most, len(expected))
-    assert asyncio.run(idle(apart)).num_used_blocks == 0
+    assert (await idle(apart)).num_used_blocks == 0
 
 
 async def idle(made: AsyncLLM):  # type: ignore[no-untyped-def]
@@ -105,13 +103,9 @@ async def idle(made: AsyncLLM):  # type: ignore[no-untyped-def]
     ],
     ids=["logprobs", "draws", "choice"],
 )
-def test_outputs_for_any_parameters_are_those_of_a_thread(llm: LLM, apart: AsyncLLM, params: SamplingParams) -> None:
+async def test_outputs_for_any_parameters_are_those_of_a_thread(llm: LLM, apart: AsyncLLM, params: SamplingParams) -> None:
     beside = AsyncLLM.from_llm(llm)
-
-    async def last(made: AsyncLLM) -> RequestOutput:
-        return (await read(made.generate([1, 2, 3], params)))[-1]
-
-    expected, got = asyncio.run(last(beside)), asyncio.run(last(apart))
+    expected, got = [(await read(made.generate([1, 2, 3], params)))[-1] for made in (beside, apart)]
     beside.shutdown()
     assert plain(got) == plain(expected)
     assert (got.prompt_logprobs is None) == (expected.prompt_logprobs is None)
@@ -120,27 +114,24 @@ def test_outputs_for_any_parameters_are_those_of_a_thread(llm: LLM, apart: Async
 
 
 @pytest.mark.slow
-def test_errors_are_those_of_a_thread(apart: AsyncLLM) -> None:
-    async def run() -> None:
-        with pytest.raises(PromptError):
-            await read(apart.generate([], GREEDY))
-        with pytest.raises(ConfigError, match="no_such_processor"):
-            await read(apart.generate([1], SamplingParams(logits_processors=["no_such_processor"], max_tokens=2)))
-        with pytest.raises(ConfigError, match="another process"):
-            await read(apart.generate([1], SamplingParams(logits_processors=[lambda ids, logits: logits], max_tokens=2)))
-        with pytest.raises(ConfigError, match="another process"):
-            await apart.query(lambda engine: engine.snapshot())
-        with pytest.raises(ZeroDivisionError):
-            await apart.run_task(_divide)
-        with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-            await apart.run_task(_unsendable)
-        with pytest.raises(RuntimeError, match=r"NobodyElses.*seven"):
-            await apart.run_task(_raise_what_nobody_else_knows)
-        assert (await read(apart.generate([1], GREEDY)))[-1].finished
-        assert await apart.reset_prefix_cache()
-        assert (await apart.stats()).num_cached_blocks == 0
-
-    asyncio.run(run())
+async def test_errors_are_those_of_a_thread(apart: AsyncLLM) -> None:
+    with pytest.raises(PromptError):
+        await read(apart.generate([], GREEDY))
+    with pytest.raises(ConfigError, match="no_such_processor"):
+        await read(apart.generate([1], SamplingParams(logits_processors=["no_such_processor"], max_tokens=2)))
+    with pytest.raises(ConfigError, match="another process"):
+        await read(apart.generate([1], SamplingParams(logits_processors=[lambda ids, logits: logits], max_tokens=2)))
+    with pytest.raises(ConfigError, match="another process"):
+        await apart.query(lambda engine: engine.snapshot())
+    with pytest.raises(ZeroDivisionError):
+        await apart.run_task(_divide)
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+        await apart.run_task(_unsendable)
+    with pytest.raises(RuntimeError, match=r"NobodyElses.*seven"):
+        await apart.run_task(_raise_what_nobody_else_knows)
+    assert (await read(apart.generate([1], GREEDY)))[-1].finished
+    assert await apart.reset_prefix_cache()
+    assert (await apart.stats()).num_cached_blocks == 0
     with pytest.raises(ConfigError, match="own_process"):
         _ = apart.engine
     assert apart.num_unfinished_requests == 0
@@ -159,18 +150,15 @@ def _unsendable(_: object) -> object:
 
 
 @pytest.mark.slow
-def test_sequence_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
-    async def run() -> None:
-        await apart.query(_slow)
-        stream = apart.generate([1, 2, 3], LONG)
-        await anext(stream)
-        assert (apart.num_running, apart.num_waiting) == (1, 0)
-        await stream.aclose()
-        await apart.query(_fast)
-        assert (apart.num_running, apart.num_waiting) == (0, 0)
-
-    asyncio.run(run())
-    asyncio.run(idle(apart))
+async def test_sequence_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
+    await apart.query(_slow)
+    stream = apart.generate([1, 2, 3], LONG)
+    await anext(stream)
+    assert (apart.num_running, apart.num_waiting) == (1, 0)
+    await stream.aclose()
+    await apart.query(_fast)
+    assert (apart.num_running, apart.num_waiting) == (0, 0)
+    await idle(apart)
 
 
 @pytest.mark.slow
@@ -198,59 +186,51 @@ def test_errors_are_the_same_after_pickling(error: HeadwayError) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process_lives(llm: LLM) -> None:
+async def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process_lives(llm: LLM) -> None:
     made = start(llm)
     process = process_of(made)
-
-    async def run() -> None:
-        await made.query(_slow)
-        stream = made.generate([1, 2, 3], LONG)
-        await anext(stream)
-        process.send_signal(signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await read(stream)
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await read(made.generate([1], GREEDY))
-        with pytest.raises(EngineDeadError):
-            await made.stats()
-        with pytest.raises(EngineDeadError):
-            await made.check_health()
-
-    asyncio.run(run())
+    await made.query(_slow)
+    stream = made.generate([1, 2, 3], LONG)
+    await anext(stream)
+    process.send_signal(signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await read(stream)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await read(made.generate([1], GREEDY))
+    with pytest.raises(EngineDeadError):
+        await made.stats()
+    with pytest.raises(EngineDeadError):
+        await made.check_health()
     assert (made.is_running, made.errored, made.num_unfinished_requests) == (False, True, 0)
     made.shutdown()
     assert not process.is_running()
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM) -> None:
+async def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM) -> None:
     make = partial(driver_of, EngineArgs.of(str(llm.model.folder), kv_cache_memory="8MiB", num_threads=1, block_size=16))
     host = EngineProcess(make, restarts=1)
     made = AsyncLLM.over(host)
     first = process_of(made)
-
-    async def run() -> None:
-        expected = plain((await read(made.generate([1, 2, 3], GREEDY)))[-1])
-        await made.query(_slow)
-        stream = made.generate([1, 2, 3], LONG)
-        await anext(stream)
-        first.kill()
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            await read(stream)
-        with pytest.raises(EngineDeadError, match=r"being started again \(1 of 1 times\).*SIGKILL"):
-            await made.check_health()
-        with pytest.raises(EngineDeadError, match="being started again"):
-            await read(made.generate([1, 2, 3], GREEDY))
-        while host.is_restarting:
-            await asyncio.sleep(0.05)
+    expected = plain((await read(made.generate([1, 2, 3], GREEDY)))[-1])
+    await made.query(_slow)
+    stream = made.generate([1, 2, 3], LONG)
+    await anext(stream)
+    first.kill()
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await read(stream)
+    with pytest.raises(EngineDeadError, match=r"being started again \(1 of 1 times\).*SIGKILL"):
         await made.check_health()
-        assert plain((await read(made.generate([1, 2, 3], GREEDY)))[-1]) == expected
-        process_of(made).kill()
-        while made.is_running:
-            await asyncio.sleep(0.01)
-        assert not host.is_restarting
-
-    asyncio.run(run())
+    with pytest.raises(EngineDeadError, match="being started again"):
+        await read(made.generate([1, 2, 3], GREEDY))
+    while host.is_restarting:
+        await asyncio.sleep(0.05)
+    await made.check_health()
+    assert plain((await read(made.generate([1, 2, 3], GREEDY)))[-1]) == expected
+    process_of(made).kill()
+    while made.is_running:
+        await asyncio.sleep(0.01)
+    assert not host.is_restarting
     assert (made.errored, made.num_unfinished_requests) == (True, 0)
     made.shutdown()
     assert not first.is_running()
@@ -258,8 +238,9 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM)
 
 
 @pytest.mark.slow
-def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> None:
-    async def run(made: AsyncLLM) -> None:
+async def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> None:
+    beside = AsyncLLM.from_llm(llm)
+    for made in (apart, beside):
         await made.query(_slow_down)
         reading = asyncio.create_task(read(made.generate([1, 2, 3], replace(GREEDY, max_tokens=1))))
         await asyncio.sleep(0.4)
@@ -269,10 +250,6 @@ def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> 
         await reading
         await made.query(_fast)
         await made.check_health(0.1)  # nothing is to be done
-
-    asyncio.run(run(apart))
-    beside = AsyncLLM.from_llm(llm)
-    asyncio.run(run(beside))
     beside.shutdown()
 
 
@@ -352,45 +329,38 @@ def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
-def test_signals_to_a_group_leave_the_engine_to_its_parent(apart: AsyncLLM, number: signal.Signals) -> None:
-    async def run() -> list[RequestOutput]:
-        stream = apart.generate([1, 2, 3], LONG)
-        await anext(stream)
-        process_of(apart).send_signal(number)
-        return await read(stream)
-
-    assert asyncio.run(run())[-1].outputs[0].finish_reason == "length"
+async def test_signals_to_a_group_leave_the_engine_to_its_parent(apart: AsyncLLM, number: signal.Signals) -> None:
+    stream = apart.generate([1, 2, 3], LONG)
+    await anext(stream)
+    process_of(apart).send_signal(number)
+    assert (await read(stream))[-1].outputs[0].finish_reason == "length"
 
 
 @pytest.mark.slow
-def test_a_server_over_an_engine_process_answers_all_paths(
+async def test_a_server_over_an_engine_process_answers_all_paths(
     apart: AsyncLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(apart, "shutdown", lambda: None)  # it is the module's
     server = Server(apart, ServerOptions(served_model_names=("tiny",), profile_dir=tmp_path), port=0)
     asked = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-
-    async def run() -> None:
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
-            assert (await http.post("/start_profile", json={"skip_steps": 1, "num_steps": 2})).status_code == 200
-            answers = await asyncio.gather(*(http.post("/v1/completions", json=asked) for _ in range(3)))
-            assert len({tuple(each.json()["choices"][0]["token_ids"]) for each in answers}) == 1
-            profile = (await http.post("/stop_profile")).json()
-            assert profile["output_tokens"] == 15
-            assert os.path.exists(profile["trace"])
-            state, table = (await http.get("/headway/state")).json(), (await http.get("/headway/table")).json()
-            assert (state["running"], state["totals"]["num_output_tokens"] >= 15) == (0, True)
-            assert (table["device"], [each["phase"] for each in table["phases"]]) == ("cpu", ["prefill", "extend", "decode"])
-            found = (await http.get("/headway/explain", params={"phase": "decode", "batch": 2, "kv_len": 64})).json()
-            assert found["backends"][0] == table["phases"][2]["backends"][0]
-            assert "vllm:num_requests_running" in (await http.get("/metrics")).text
-            texts = await http.post("/tokenize", json={"model": "tiny", "prompt": "a b"})
-            assert texts.json()["count"] == len(texts.json()["tokens"])
-        server.should_exit = True
-        await serving
-
-    asyncio.run(run())
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+        assert (await http.post("/start_profile", json={"skip_steps": 1, "num_steps": 2})).status_code == 200
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=asked) for _ in range(3)))
+        assert len({tuple(each.json()["choices"][0]["token_ids"]) for each in answers}) == 1
+        profile = (await http.post("/stop_profile")).json()
+        assert profile["output_tokens"] == 15
+        assert os.path.exists(profile["trace"])
+        state, table = (await http.get("/headway/state")).json(), (await http.get("/headway/table")).json()
+        assert (state["running"], state["totals"]["num_output_tokens"] >= 15) == (0, True)
+        assert (table["device"], [each["phase"] for each in table["phases"]]) == ("cpu", ["prefill", "extend", "decode"])
+        found = (await http.get("/headway/explain", params={"phase": "decode", "batch": 2, "kv_len": 64})).json()
+        assert found["backends"][0] == table["phases"][2]["backends"][0]
+        assert "vllm:num_requests_running" in (await http.get("/metrics")).text
+        texts = await http.post("/tokenize", json={"model": "tiny", "prompt": "a b"})
+        assert texts.json()["count"] == len(texts.json()["tokens"])
+    server.should_exit = True
+    await serving
     assert apart.is_running

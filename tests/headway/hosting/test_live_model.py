@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -211,18 +210,15 @@ def test_worker_has_the_methods_of_its_extension(tiny_model_folder: Path) -> Non
         bad.collective_rpc("double")
 
 
-def test_an_async_engine_sleeps(own: LLM) -> None:
-    async def run() -> list[int]:
-        async with AsyncLLM.from_llm(own) as served:
-            await served.sleep()
-            assert await served.is_sleeping()
-            with pytest.raises(ConfigError, match="needs to be awake"):
-                [output async for output in served.generate([1, 2], GREEDY)]
-            await served.wake_up(["weights", "kv_cache"])
-            assert [output async for output in served.generate([1, 2], GREEDY)]
-            return await served.collective_rpc(num_layers)
-
-    assert asyncio.run(run()) == [2]
+async def test_an_async_engine_sleeps(own: LLM) -> None:
+    async with AsyncLLM.from_llm(own) as served:
+        await served.sleep()
+        assert await served.is_sleeping()
+        with pytest.raises(ConfigError, match="needs to be awake"):
+            [output async for output in served.generate([1, 2], GREEDY)]
+        await served.wake_up(["weights", "kv_cache"])
+        assert [output async for output in served.generate([1, 2], GREEDY)]
+        assert await served.collective_rpc(num_layers) == [2]
 
 
 def num_layers(worker: Any) -> int:

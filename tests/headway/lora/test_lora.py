@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,11 +170,10 @@ def test_llm_engine_takes_adapters_by_keyword_and_in_vllms_order(adapted: LLM, a
     assert engine.remove_lora(4)
 
 
-def test_async_requests_end_without_holding_their_adapters(adapted: LLM, adapters: list[LoRARequest]) -> None:
+async def test_async_requests_end_without_holding_their_adapters(adapted: LLM, adapters: list[LoRARequest]) -> None:
     (expected,) = written(adapted, PROMPTS[:1], adapters[:1])
     served = AsyncLLM.from_llm(adapted)
-
-    async def use() -> list[int]:
+    try:
         assert await served.add_lora(adapters[2])
         stream = served.generate(PROMPTS[1], GREEDY, lora_request=adapters[2])
         async for _ in stream:
@@ -187,10 +185,7 @@ def test_async_requests_end_without_holding_their_adapters(adapted: LLM, adapter
         read = [output async for output in served.generate(PROMPTS[0], GREEDY, lora_request=adapters[0])]
         assert await served.remove_lora(3)
         assert 3 not in await served.list_loras()
-        return list(read[-1].outputs[0].token_ids)
-
-    try:
-        assert asyncio.run(use()) == expected
+        assert list(read[-1].outputs[0].token_ids) == expected
     finally:
         served.shutdown()
     adapted.engine.adapter_table.check_integrity()

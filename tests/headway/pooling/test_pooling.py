@@ -308,10 +308,6 @@ def test_a_warm_up_runs_every_kind_of_batch_and_changes_no_answer(bert: tuple[Be
     close(embedded(warmed), embedded(llm))
 
 
-def load_rewards(folder: Path, **options: object) -> LLM:
-    return LLM(str(folder), autotune_budget=0, num_threads=1, **options)
-
-
 def close_rewards(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=4e-5)
 
@@ -320,7 +316,7 @@ def close_rewards(found: Tensor, expected: Tensor) -> None:
 def test_each_token_gets_what_transformers_says_of_it(name: str, tmp_path: Path) -> None:
     """Texts of several batches and lengths, of one token too; a reward is the logit, labels have probabilities."""
     model = rewarding(name, tmp_path)
-    llm = load_rewards(tmp_path, max_num_batched_tokens=90)
+    llm = load(tmp_path, max_num_batched_tokens=90)
     step = llm.get_tokenizer().convert_tokens_to_ids(STEP)
     ids = [*(llm.get_tokenizer()(text)["input_ids"] for text in TEXTS), [7], [9, step, step, 8, step], [*range(3, 3 + LONGEST)]]
     outputs = llm.reward([{"prompt_token_ids": each} for each in ids], use_tqdm=False)
@@ -340,7 +336,7 @@ def test_each_token_gets_what_transformers_says_of_it(name: str, tmp_path: Path)
 
 def test_a_judge_of_steps_says_one_thing_behind_each_of_them(tmp_path: Path) -> None:
     rewarding("process reward", tmp_path)
-    llm = load_rewards(tmp_path)
+    llm = load(tmp_path)
     one, none = llm.reward([f"the quick{STEP} brown fox{STEP}", "the quick"], use_tqdm=False)
     assert one.outputs.data.shape == (2, 2)
     close_rewards(one.outputs.data.sum(-1), torch.ones(2))
@@ -349,12 +345,12 @@ def test_a_judge_of_steps_says_one_thing_behind_each_of_them(tmp_path: Path) -> 
     close_rewards(first.outputs.data[0], one.outputs.data[0])
     assert not torch.allclose(first.outputs.data[1], one.outputs.data[1], atol=1e-3)
     with pytest.raises(ModelError, match=rf"needs its tokenizer for {STEP}"):
-        load_rewards(tmp_path, skip_tokenizer_init=True)
+        load(tmp_path, skip_tokenizer_init=True)
 
 
 def test_encode_says_the_same_under_vllms_words(tmp_path: Path) -> None:
     rewarding("reward", tmp_path)
-    llm = load_rewards(tmp_path, task="reward")
+    llm = load(tmp_path, task="reward")
     (expected,) = llm.reward(TEXTS[2], use_tqdm=False)
     for task in (None, "token_classify", "reward"):
         (found,) = llm.encode(TEXTS[2], pooling_task=task, use_tqdm=False)
@@ -371,7 +367,7 @@ def test_encode_says_the_same_under_vllms_words(tmp_path: Path) -> None:
 def test_the_wrong_kind_of_request_of_a_reward_model_is_one_line(tmp_path: Path) -> None:
     for name in ("bert", "reward"):
         rewarding(name, tmp_path / name)
-        llm = load_rewards(tmp_path / name)
+        llm = load(tmp_path / name)
         with pytest.raises(ConfigError, match=r"embed: needs a model that embeds texts, got .*which rewards tokens .*use reward"):
             llm.embed("a", use_tqdm=False)
         with pytest.raises(ConfigError, match=r"score: needs .*which rewards tokens"):
@@ -386,6 +382,6 @@ def test_the_wrong_kind_of_request_of_a_reward_model_is_one_line(tmp_path: Path)
     scorer("bert", tmp_path / "scorer")
     for other, hint in (("embedder", "use embed"), ("scorer", "use score")):
         with pytest.raises(ConfigError, match=rf"reward: needs a reward model, .*one thing of a whole text .*{hint}"):
-            load_rewards(tmp_path / other).reward("a", use_tqdm=False)
+            load(tmp_path / other).reward("a", use_tqdm=False)
         with pytest.raises(ModelError, match="reward needs BertForTokenClassification"):
-            load_rewards(tmp_path / other, task="reward")
+            load(tmp_path / other, task="reward")

@@ -118,7 +118,6 @@ def llm(tiny_model_folder: Path) -> LLM:
         (None, {}, "messages: needs a list of messages, got a NoneType"),
         ({"role": "user", "content": "fox"}, {}, "messages: needs a list of messages, got a dict"),
         ([[{"role": "user", "content": "fox"}], 5], {}, "messages: needs a list of messages, got a int"),
-        ([], {}, "messages: needs at least one message"),
         ("fox", {"chat_template_kwargs": 5}, "chat_template_kwargs: needs a mapping"),
     ],
 )
@@ -144,13 +143,6 @@ def bos_tokenizer(tiny_model_folder: Path) -> Any:
     tokenizer.chat_template = TEMPLATE
     assert tokenizer("fox")["input_ids"][0] == start
     return tokenizer
-
-
-def test_a_chat_begins_with_one_bos(bos_tokenizer: Any) -> None:
-    (prompt,) = parse_prompts(chat_prompt(bos_tokenizer, "tiny", "the fox"))
-    assert prompt.text == "<eos>user: the fox\na:"
-    assert prompt.token_ids.count(bos_tokenizer.bos_token_id) == 1
-    assert bos_tokenizer.decode(prompt.token_ids) == prompt.text
 
 
 def test_messages_are_a_conversation(bos_tokenizer: Any) -> None:

@@ -44,15 +44,3 @@ def test_an_answer_that_quotes_its_prompt_comes_sooner() -> None:
     gains = {name: round(medians[None] / median, 2) for name, median in medians.items()}
     print(gains)
     assert max(gains["ngram"], gains["suffix"]) >= 1.3, gains  # each alone where nothing else runs; others' work blurs times
-
-
-@pytest.mark.parametrize("speculate", ["ngram", "suffix"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_batch_writes_what_it_writes_without(speculate: str, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=5, max_tokens=40)
-    prompts = ["one two three one two three one two", "The capital of France is", "def add(a, b):\n    return a + b\n\ndef sub("]
-    plain, fast = LLM("smollm2", **ASKED), LLM("smollm2", speculate=speculate, **ASKED)
-    expected = [each.outputs[0].token_ids for each in plain.generate(prompts, params, use_tqdm=False)]
-    for _ in range(2):
-        assert [each.outputs[0].token_ids for each in fast.generate(prompts, params, use_tqdm=False)] == expected
-    assert fast.engine.stats.num_accepted_tokens > 0

@@ -85,15 +85,6 @@ def test_a_graph_gives_the_same_bits(num_tokens: int) -> None:
             assert torch.equal(captured, eager), kernel.name
 
 
-def test_a_tokens_bits_do_not_depend_on_the_others_where_that_is_promised() -> None:
-    layer = Layer(LARGE, torch.bfloat16, hidden=1024)
-    x, bound = layer.draw(600, 1024).to(DEVICE, torch.bfloat16), bound_of(layer, torch.bfloat16, invariant=True)
-    (kernel,) = bound.kind.kernels.values()
-    whole = run(bound, kernel, x)
-    for first, last in ((0, 1), (3, 20), (100, 364), (17, 600)):
-        assert torch.equal(run(bound, kernel, x[first:last]), whole[first:last])
-
-
 @pytest.mark.parametrize("kind", ["triton.rows", "triton.tiles"])
 def test_a_nan_stays_in_its_row(kind: str) -> None:
     config = dataclasses.replace(CONFIGS["deepseek_v3"], top_k=6)
@@ -116,6 +107,18 @@ QUANTIZED = {
 def quantized_layer(layer: Layer, form: str, invariant: bool = False) -> BoundExperts:
     weights = layer.quantized(form, "cuda")
     return fused_layer(layer.config, weights, layer.norm_of(layer.dtype, "cuda"), invariant)
+
+
+@pytest.mark.parametrize("form", ["", "fp8 blocks", "mxfp4"])
+def test_a_tokens_bits_do_not_depend_on_the_others_where_that_is_promised(form: str) -> None:
+    config, hidden = (QUANTIZED["qwen3"], 672) if form else (LARGE, 1024)
+    layer = Layer(config, torch.bfloat16, hidden=hidden)
+    bound = quantized_layer(layer, form, invariant=True) if form else bound_of(layer, torch.bfloat16, invariant=True)
+    x = layer.draw(300 if form else 600, hidden).to(DEVICE, torch.bfloat16)
+    (kernel,) = bound.kind.kernels.values()
+    whole = run(bound, kernel, x)
+    for first, last in ((0, 1), (3, 20), (100, 290)) if form else ((0, 1), (3, 20), (100, 364), (17, 600)):
+        assert torch.equal(run(bound, kernel, x[first:last]), whole[first:last])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 50, 300, 1500])
@@ -145,16 +148,6 @@ def test_float16_multiplies_forms_that_it_has_place_for(form: str) -> None:
         bound, x = quantized_layer(layer, form), layer.draw(count, 672)
         for kernel in bound.kind.serving(count):
             check_rows(bound, kernel, layer, x)
-
-
-@pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4"])
-def test_quantised_tokens_have_bits_of_their_own_where_that_is_promised(form: str) -> None:
-    layer = Layer(QUANTIZED["qwen3"], torch.bfloat16, hidden=672)
-    bound, x = quantized_layer(layer, form, invariant=True), layer.draw(300, 672).to(DEVICE, torch.bfloat16)
-    (kernel,) = bound.kind.kernels.values()
-    whole = run(bound, kernel, x)
-    for first, last in ((0, 1), (3, 20), (100, 290)):
-        assert torch.equal(run(bound, kernel, x[first:last]), whole[first:last])
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4"])

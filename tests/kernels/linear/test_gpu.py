@@ -182,12 +182,17 @@ def test_a_graph_gives_the_same_bits(tmp_path: Path, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "padded"), [(2, 8), (5, 8), (8, 8), (9, 16), (13, 16), (17, 64), (40, 64), (70, 128), (127, 128)]
+    ("rows", "padded", "form"),
+    [
+        *((*each, "") for each in ((2, 8), (5, 8), (8, 8), (9, 16), (13, 16), (17, 64), (40, 64), (70, 128), (127, 128))),
+        *((*each, "int4 of 128") for each in ((2, 8), (9, 16), (17, 32), (40, 64))),
+    ],
 )
-def test_a_padded_batch_gives_the_same_bits(rows: int, padded: int) -> None:
+def test_a_padded_batch_gives_the_same_bits(rows: int, padded: int, form: str) -> None:
     """A graph pads its batch: as long as both take the same kernel, a row must not know how many others there are."""
     ops = Fused(*(table.cuda() for table in ropes(128)))
-    inputs = Inputs(dataclasses.replace(STEPS["qwen3"], rows=padded), torch.bfloat16)
+    sizes, quantize = (QUANTIZED_STEPS["qwen3"], FORMS[form]) if form else (STEPS["qwen3"], None)
+    inputs = Inputs(dataclasses.replace(sizes, rows=padded), torch.bfloat16, quantize=quantize)
     whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
     for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):
         assert torch.equal(part, whole[step][:rows]), step
@@ -358,15 +363,6 @@ def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, for
         (kernel(x.cuda(), linear, add_to=y.cuda()), y.double() + x.double() @ wide),
     ):
         assert float((found.cpu().double() - expected).norm() / expected.norm()) < COARSE
-
-
-@pytest.mark.parametrize(("rows", "padded"), [(2, 8), (9, 16), (17, 32), (40, 64)])
-def test_a_padded_batch_over_quantised_weights_gives_the_same_bits(rows: int, padded: int) -> None:
-    ops = Fused(*(table.cuda() for table in ropes(128)))
-    inputs = Inputs(dataclasses.replace(QUANTIZED_STEPS["qwen3"], rows=padded), torch.bfloat16, quantize=FORMS["int4 of 128"])
-    whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
-    for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):
-        assert torch.equal(part, whole[step][:rows]), step
 
 
 def test_a_start_measures_every_way_and_the_choice_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

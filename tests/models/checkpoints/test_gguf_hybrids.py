@@ -58,7 +58,7 @@ def config_of(name: str) -> PretrainedConfig:
     return config
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
@@ -246,17 +246,7 @@ HEADS, KV_HEADS = 2, 1
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 
 
-@pytest.fixture(autouse=True)
-def plain_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "models"
-
-
-def nothing(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    return None
-
-
-def written_plain(tmp_path: Path, change: Change = nothing, **rope: Any) -> tuple[Path, Any]:
+def written_plain(tmp_path: Path, change: Change = lambda keys, tensors: None, **rope: Any) -> tuple[Path, Any]:
     """Return a changed .gguf file of a tiny random Llama, and transformers' model. rope: entries of `rope_parameters`."""
     parameters = {"rope_type": "default", "rope_theta": 500000.0, **rope}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 256}
@@ -291,10 +281,6 @@ def stating_plain(**values: Any) -> Change:
     return lambda keys, tensors: keys.update({f"rope.scaling.{name}": value for name, value in values.items()})
 
 
-def stated(key: str, value: object) -> Change:
-    return lambda keys, tensors: keys.update({key: value})
-
-
 def lacking_plain(key: str) -> Change:
     return lambda keys, tensors: keys.pop(key)
 
@@ -311,7 +297,7 @@ def divisors(factor: float) -> Tensor:
 
 
 SCALED: list[tuple[dict[str, Any], Change]] = [
-    ({}, nothing),
+    ({}, lambda keys, tensors: None),
     ({"rope_type": "linear", "factor": 4.0}, stating_plain(type="linear", factor=4.0)),
     (
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
@@ -341,7 +327,7 @@ REFUSED_PLAIN: list[tuple[Change, str]] = [
         r"llama\.attention\.layer_norm_rms_epsilon needs a number, got no such key",
     ),
     (
-        stated("feed_forward_length", 128),
+        stating("feed_forward_length", 128),
         r"layers\.0\.mlp\.down_proj\.weight needs shape \[64, 128\] by its header, got \[64, 96\]",
     ),
     (adding_plain("rope_freqs.weight", torch.linspace(1, 9, 16)), r"got rope_freqs\.weight, without which it would be another"),
@@ -352,11 +338,11 @@ REFUSED_PLAIN: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), REFUSED_PLAIN)
-def test_what_would_make_another_model_is_refused(plain_cache: Path, tmp_path: Path, change: Change, words: str) -> None:
+def test_what_would_make_another_model_is_refused(cache: Path, tmp_path: Path, change: Change, words: str) -> None:
     path, _ = written_plain(tmp_path, change)
     with pytest.raises(ModelError, match=words):
         gguf.convert(path)
-    assert not list(plain_cache.iterdir())
+    assert not list(cache.iterdir())
 
 
 def test_a_part_of_a_split_file_is_refused_with_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

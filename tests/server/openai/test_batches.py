@@ -287,20 +287,17 @@ def test_whatever_a_line_holds_ends_that_line_alone(llm: LLM, tmp_path: Path) ->
     assert by_id["good"]["error"]["code"] == "duplicate_custom_id"
 
 
-def test_a_fault_of_ours_ends_its_line(tmp_path: Path) -> None:
-    async def work() -> None:
-        bench = Bench(tmp_path)
-        wrong = ["panic", "deep", "key", "memory", "text", "send"]
-        found = await bench.ended(
-            bench.begin(faulty_line(0), *(faulty_line(number, do=each) for number, each in enumerate(wrong, 1)), faulty_line(9))
-        )
-        assert (found["status"], found["request_counts"]) == ("completed", {"total": 8, "completed": 2, "failed": 6})
-        bad = bench.results(found["error_file_id"])
-        assert [each["custom_id"] for each in bad] == [f"r{number}" for number in range(1, 7)]
-        assert {each["response"]["status_code"] for each in bad} == {500}
-        assert bench.results(found["output_file_id"])[0]["response"]["request_id"] == "mine"
-
-    run(work())
+async def test_a_fault_of_ours_ends_its_line(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    wrong = ["panic", "deep", "key", "memory", "text", "send"]
+    found = await bench.ended(
+        bench.begin(faulty_line(0), *(faulty_line(number, do=each) for number, each in enumerate(wrong, 1)), faulty_line(9))
+    )
+    assert (found["status"], found["request_counts"]) == ("completed", {"total": 8, "completed": 2, "failed": 6})
+    bad = bench.results(found["error_file_id"])
+    assert [each["custom_id"] for each in bad] == [f"r{number}" for number in range(1, 7)]
+    assert {each["response"]["status_code"] for each in bad} == {500}
+    assert bench.results(found["output_file_id"])[0]["response"]["request_id"] == "mine"
 
 
 class Raising(LineAnswers):
@@ -323,34 +320,26 @@ class Raising(LineAnswers):
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/secret/place"), "No space left on device"),
     ],
 )
-def test_whatever_a_batch_raises_ends_it_with_the_reason(tmp_path: Path, error: BaseException, reason: str) -> None:
-    async def work() -> None:
-        bench = Bench(tmp_path, Raising(error))
-        found = await bench.ended(bench.begin(faulty_line(0), faulty_line(1)))
-        assert found["status"] == "failed"
-        (told,) = found["errors"]["data"]
-        assert told["message"].startswith(reason)
-        assert "/secret" not in told["message"]
-        assert (found["failed_at"] is None, found["output_file_id"], found["error_file_id"]) == (False, None, None)
-        assert bench.batches.get(found["id"]) == found
-
-    run(work())
+async def test_whatever_a_batch_raises_ends_it_with_the_reason(tmp_path: Path, error: BaseException, reason: str) -> None:
+    bench = Bench(tmp_path, Raising(error))
+    found = await bench.ended(bench.begin(faulty_line(0), faulty_line(1)))
+    assert found["status"] == "failed"
+    (told,) = found["errors"]["data"]
+    assert told["message"].startswith(reason)
+    assert "/secret" not in told["message"]
+    assert (found["failed_at"] is None, found["output_file_id"], found["error_file_id"]) == (False, None, None)
+    assert bench.batches.get(found["id"]) == found
 
 
-def test_a_batch_without_its_file_or_its_path_fails(tmp_path: Path) -> None:
-    async def work() -> None:
-        bench = Bench(tmp_path, answers_of({"/v1/embeddings": answer}))
-        assert (
-            "endpoint: needs /v1/embeddings" in (await bench.ended(bench.begin(faulty_line(0))))["errors"]["data"][0]["message"]
-        )
-        bench = Bench(tmp_path)
-        first, second = bench.begin(faulty_line(0)), bench.begin(faulty_line(0))
-        bench.files.content(bench.worker.now(first)["input_file_id"]).unlink()
-        bench.batches.journal(second).mkdir()
-        assert "input_file_id: needs a file" in (await bench.ended(first))["errors"]["data"][0]["message"]
-        assert (await bench.ended(second))["errors"]["data"][0]["message"] == "Is a directory"
-
-    run(work())
+async def test_a_batch_without_its_file_or_its_path_fails(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, answers_of({"/v1/embeddings": answer}))
+    assert "endpoint: needs /v1/embeddings" in (await bench.ended(bench.begin(faulty_line(0))))["errors"]["data"][0]["message"]
+    bench = Bench(tmp_path)
+    first, second = bench.begin(faulty_line(0)), bench.begin(faulty_line(0))
+    bench.files.content(bench.worker.now(first)["input_file_id"]).unlink()
+    bench.batches.journal(second).mkdir()
+    assert "input_file_id: needs a file" in (await bench.ended(first))["errors"]["data"][0]["message"]
+    assert (await bench.ended(second))["errors"]["data"][0]["message"] == "Is a directory"
 
 
 def test_batches_that_hang_or_wait_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

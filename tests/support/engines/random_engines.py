@@ -9,12 +9,14 @@ from random import Random
 from typing import Any
 
 from fake_device import STOP, VOCABULARY, WORDS, FakeDevice, History
+from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS, EngineConfig
 from headway.core.engine.data.executor import Capacity
 from headway.core.engine.data.groups import CacheGroup, PageFormat
 from headway.core.engine.data.page_mover import PageName
 from headway.core.engine.data.pool import PoolSize
 from headway.core.engine.data.request_limits import RequestLimits
+from headway.core.engine.data.step import ScheduledStep
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.deterministic import IndependentScheduler
 from headway.core.engine.scheduling.drafting import Drafting
@@ -28,6 +30,7 @@ GROUPS: list[Callable[[int], tuple[CacheGroup, ...]]] = [
     lambda size: (CacheGroup(size),),
     lambda size: (CacheGroup(size),),
     lambda size: (CacheGroup(size, window=11),),
+    lambda size: (CacheGroup(size, window=1),),
     lambda size: (CacheGroup(3 * size), CacheGroup(size, window=7)),
     lambda size: (CacheGroup(size), CacheGroup(2 * size, window=30), CacheGroup(size, window=12)),
 ]
@@ -106,9 +109,9 @@ class World:
         draw = self.draw = Random(seed)
         options = [draw.random() < share for share in (0.5, 0.75, 0.75, 0.4, 0.1, 0.3)]
         overlap, chunked, caching, drafts, independent, self.priorities = options
-        rows, size = draw.choice([1, 5, 12, 24, 40]), draw.choice([4, 8, 16])
+        rows, size = draw.choice([1, 5, 12, 24, 40]), draw.choice([1, 4, 8, 16])
         groups = draw.choice(GROUPS)(size)
-        budget = draw.choice([8, 48, 100, 256]) if chunked else draw.choice([MAX_MODEL_LEN, 256])
+        budget = draw.choice([3, 8, 48, 100, 256]) if chunked else draw.choice([MAX_MODEL_LEN, 256])
         chunk = MAX_MODEL_LEN if independent or not chunked else min(128, budget + MAX_DRAFT_TOKENS, MAX_MODEL_LEN)
         pages = PageFormat(groups, size, page_bytes=1)
         sequences = draw.choice([1, 3, 1 + rows // 4, rows])  # in a small pool sequences are preempted all the time
@@ -164,8 +167,26 @@ class World:
         limits = RequestLimits(MAX_MODEL_LEN, VOCABULARY, "", by_priority=self.priorities)
         drafting = Drafting(Guesser(Random(seed)), VOCABULARY) if self.drafts else None
         self.engine = EngineLoop(self.device, config, limits, frozenset({STOP}), self.scheduler, drafting, self.ticks)
+        schedule = self.engine.scheduler.schedule
+        self.engine.scheduler.schedule = lambda **how: self.look(schedule(**how))  # type: ignore[method-assign]
         self.completions: dict[tuple[str, int], Expected] = {}
         self.live: dict[str, set[int]] = {}
+
+    def look(self, step: ScheduledStep) -> ScheduledStep:
+        """Check a step before it is launched."""
+        scheduler, rows = self.engine.scheduler, self.config.max_num_seqs
+        assert sum(scheduled.num_new_tokens for scheduled in step) <= self.config.max_num_batched_tokens
+        assert all(scheduled.num_new_tokens > 0 for scheduled in step)
+        assert len({id(scheduled.seq) for scheduled in step}) == len(step) <= len(scheduler.running) <= rows
+        assert {seq.row for seq in scheduler.running} <= set(range(rows))
+        assert len({seq.row for seq in scheduler.running}) == len(scheduler.running)
+        phases = [scheduled.phase is Phase.DECODE for scheduled in step]
+        assert phases == sorted(phases), "prefill and extend come before decode"
+        for queue in (scheduler.running, scheduler.waiting) if self.priorities else ():
+            assert list(queue) == sorted(queue, key=lambda seq: seq.queue_key)
+        if scheduler.offloader is None:
+            assert all(not seq.tables for seq in scheduler.waiting), "a waiting sequence holds pages"
+        return step
 
     def run(self, num_requests: int) -> None:
         """Send requests, to two engines one after the other if there is a disk."""

@@ -1,9 +1,9 @@
-"""Random work for a scheduler, and a pool that notices when a sequence reads what is not its own."""
+"""Random arrivals for a scheduler, and a pool that notices when a sequence reads what is not its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
@@ -63,8 +63,8 @@ def sequence(name: str, prompt: list[int], max_tokens: int) -> Sequence:
 class Cache:
     """Stands for the pool: what each slot holds, so that a sequence reading a block that is not its own is seen."""
 
-    def __init__(self, blocks: BlockManager, failing: bool) -> None:
-        self.blocks, self.failing = blocks, failing
+    def __init__(self, blocks: BlockManager) -> None:
+        self.blocks = blocks
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         """Content of each slot (page, place), for any group that wrote it: the group, and the prefix."""
 
@@ -100,7 +100,7 @@ class Cache:
         seen = 0 if group.window is None else max(first - group.window + 1, 0)
         held = len(seq.tables[number].held)
         ahead = 2 + len(seq.draft_token_ids) + 3  # the host may be two tokens behind, and drafts that were refused had pages
-        assert self.failing or held <= group.most_pages(MAX_MODEL_LEN, count + ahead)
+        assert held <= group.most_pages(MAX_MODEL_LEN, count + ahead)
         for position in range(seen, first + count):
             page, place = pages[position // group.page_size], position % group.page_size
             prefix = (number, *tokens[: position + 1])
@@ -137,79 +137,6 @@ def finish(scheduler: Scheduler, *seqs: Sequence, cache: Cache | None = None) ->
     while scheduler.has_unfinished:
         steps.append(step_through(scheduler, cache))
     return steps
-
-
-@dataclass
-class Traffic:
-    """Random work: who comes when, who gives up, and how the steps run."""
-
-    arrivals: list[Arrival]
-    aborted: set[int] = field(default_factory=set)
-    """Numbers of the arrivals that are aborted at the eighth step."""
-    overlapped: bool = False
-    """True if a step is launched before the previous one is read."""
-    drafts: int = 0
-    """Guesses after each token, of which some are wrong."""
-    failing: bool = False
-    """True if every fifth step fails, and the next one retries."""
-    stop: frozenset[int] = frozenset()
-    priorities: int = 0
-    """Others than 0."""
-
-    def drive(
-        self,
-        scheduler: Scheduler,
-        cache: Cache,
-        look: Callable[[ScheduledStep], None] = lambda _: None,
-        before: Callable[[int], None] = lambda _: None,
-    ) -> list[Sequence]:
-        """Run until all have ended. look: sees each step before it runs. before: is called with the number of each."""
-        coming = sorted(enumerate(self.arrivals), key=lambda item: item[1].step)
-        seqs: list[Sequence] = []
-        in_flight: ScheduledStep | list[ScheduledSequence] = []
-        time, blocks, offloader = 0, scheduler.blocks, scheduler.offloader
-        while coming or scheduler.has_unfinished:
-            while coming and coming[0][1].step <= time:
-                number, arrival = coming.pop(0)
-                seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
-                seqs[-1].stop_token_ids = self.stop
-                seqs[-1].turn = (number % (self.priorities + 1), len(seqs))
-                scheduler.add(seqs[-1])
-            if time == 8:
-                for seq in seqs:
-                    if int(seq.request_id) in self.aborted and not seq.finished:
-                        seq.finish("abort")
-                scheduler.remove_finished()
-            time += 1
-            assert time < 3000, "no progress"
-            before(time)
-            if not scheduler.has_unfinished:
-                continue
-            step = scheduler.schedule()
-            if offloader is not None:
-                offloader.flush()
-            coming_back = offloader is not None and offloader.restores.pending
-            assert step or in_flight or coming_back, "unfinished work, and nothing scheduled"
-            blocks.check_integrity(scheduler.holders)
-            look(step)
-            if self.failing and time % 5 == 0:
-                continue
-            cache.run(step, scheduler.running)
-            scheduler.launched(step)
-            read, in_flight = (in_flight, step) if self.overlapped else (step, [])
-            for scheduled in read:
-                seq = scheduled.seq
-                if scheduled.samples:
-                    scheduler.append_sampled(seq, [] if seq.finished else verified(scheduled))
-                    ahead = range(seq.num_tokens, seq.num_tokens + self.drafts)
-                    seq.draft_token_ids = [next_token(place) ^ (place % 5 == 0) for place in ahead]
-            if self.drafts:
-                scheduler.dissolve_batch()
-            scheduler.remove_finished()
-            blocks.check_integrity(scheduler.holders)
-        assert all(seq.finished for seq in seqs)
-        assert blocks.num_free == blocks.num_pages, "a page leaked"
-        return seqs
 
 
 GROUPS = [

@@ -9,9 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import strategies as st
 
-from examples import examples
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.page_mover import PageName, StoredPage
@@ -25,57 +23,9 @@ from headway.core.engine.offload.page_copier import CopyEvents, CopyInFlight
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.system import files
 from page_copier_stub import Later, Moving
-from random_schedules import ARRIVALS, GROUPS, Cache, Traffic, finish, room, sequence
+from random_schedules import Cache, finish, sequence
 
 PAGE_BYTES = 1000
-
-
-@examples(
-    25,
-    80,
-    arrivals=ARRIVALS,
-    block_size=st.sampled_from([1, 2, 4, 8]),
-    spare=st.integers(0, 12),
-    budget=st.integers(1, 40),
-    max_num_seqs=st.integers(1, 6),
-    aborted=st.sets(st.integers(0, 11)),
-    overlapped=st.booleans(),
-    drafts=st.integers(0, 3),
-    failing=st.booleans(),
-    grouped=st.sampled_from(GROUPS),
-    num_slots=st.integers(1, 60),
-    max_stored=st.sampled_from([0, 0, 3, 50]),
-    mode=st.sampled_from(["auto", "swap", "recompute"]),
-    rate=st.sampled_from([1e12, 1e6]),
-    faults=st.sampled_from([0.0, 0.3]),
-    lookahead=st.integers(0, 20),
-    seed=st.integers(0, 2**16),
-)
-def test_no_page_leaks_none_is_mixed_up_and_every_request_finishes(
-    arrivals, block_size, spare, budget, max_num_seqs, aborted, overlapped, drafts, failing, grouped, num_slots, max_stored,
-    mode, rate, faults, lookahead, seed,
-) -> None:  # fmt: skip
-    groups = grouped(block_size)
-    blocks = BlockManager(room(groups, 6) + spare, block_size, True, groups, 6)
-    cache, stats = Cache(blocks, failing), EngineStats()
-    mover = Moving(cache, num_slots, Random(seed), max_stored, faults=faults, rate=rate)
-    costs = OffloadCosts(mover.rates, PAGE_BYTES, budget)
-    costs.note_step(64, 0, 0.064)
-    offloader = Offloader(blocks, mover, costs, stats, mode, lookahead)
-    scheduler = Scheduler(blocks, budget, max_num_seqs, offloader=offloader, stats=stats)
-
-    def forget(time: int) -> None:
-        if time == 20 and failing:
-            blocks.forget_prefixes(everywhere=seed % 2 == 1)
-
-    traffic = Traffic(arrivals, aborted, overlapped, drafts, failing)
-    traffic.drive(scheduler, cache, look=lambda _: offloader.tier.check_integrity(idle=False), before=forget)
-    for _ in range(10):  # what the disk still does
-        offloader.flush(idle=True)
-    mover.finish()
-    offloader.tier.check_integrity(idle=True)
-    assert len(mover.disk) <= max_stored
-    assert not {"not copied out", "not copied back"} & stats.offload_failures.keys()
 
 
 class Tiers:
@@ -85,7 +35,7 @@ class Tiers:
         self, num_pages: int, num_slots: int, mode: str = "auto", lookahead: int = 0, rate: float = 1e12, max_stored: int = 0
     ) -> None:
         blocks = BlockManager(num_pages, 4)
-        self.cache, self.stats = Cache(blocks, False), EngineStats()
+        self.cache, self.stats = Cache(blocks), EngineStats()
         self.mover = Moving(self.cache, num_slots, Random(0), max_stored, rate=rate)
         costs = OffloadCosts(self.mover.rates, PAGE_BYTES, 64)
         costs.note_step(64, 0, 0.064)

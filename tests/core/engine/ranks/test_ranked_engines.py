@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from graph_backend import Again, Wide
-from headway.core.contract.errors import HeadwayError
 from headway.core.contract.ranks import Ranks
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.engine.data.config import EngineConfig
@@ -206,12 +205,6 @@ def test_a_step_that_fails_on_rank_0_is_the_last(engines: list[EngineLoop]) -> N
     engine.abort_all()
     with pytest.raises(ExecutorLostError, match=r"^rank 0 of 2 failed in step 1: KeyboardInterrupt"):
         generate(engine, [[1, 2, 3]], SamplingParams())
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_at_its_start_is_told_of_in_one_line() -> None:
-    with pytest.raises(HeadwayError, match=r"^rank 1 of 2 failed at its start: RuntimeError: no part of the model here; .*$"):
-        ranked_engine(2, EngineConfig(kv_cache_memory=2**20), fault="start")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Scheduler and block manager under random work, and engines under random requests: no block leaked, all end."""
+"""Scheduler and block manager step by step, and engines under random requests: no block leaked, all end."""
 
 from __future__ import annotations
 
@@ -27,62 +27,8 @@ from headway.core.engine.scheduling.step_input import prepare
 from headway.core.sampling.params import SamplingParams
 from random_engines import FAULTS, World
 from random_engines import MAX_MODEL_LEN as LONGEST
-from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
+from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, finish, room, sequence, step_through
 from tiny_engine import drain
-
-
-@examples(
-    60,
-    300,
-    arrivals=ARRIVALS,
-    block_size=st.sampled_from([1, 2, 4, 8]),
-    spare=st.integers(0, 12),
-    budget=st.integers(1, 40),
-    max_num_seqs=st.integers(1, 6),
-    prefix_caching=st.booleans(),
-    chunked=st.booleans(),
-    aborted=st.sets(st.integers(0, 11)),
-    overlapped=st.booleans(),
-    stop=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
-    drafts=st.integers(0, 3),
-    failing=st.booleans(),
-    grouped=st.sampled_from(GROUPS),
-    smallest=st.sampled_from([6, 20]),
-    priorities=st.integers(0, 3),
-)
-def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
-    arrivals, block_size, spare, budget, max_num_seqs, prefix_caching, chunked, aborted, overlapped, stop, drafts, failing,
-    grouped, smallest, priorities,
-) -> None:  # fmt: skip
-    max_model_len, groups = MAX_MODEL_LEN, grouped(block_size)
-    budget = budget if chunked else max(budget, max_model_len)
-    blocks = BlockManager(
-        room(groups, smallest if chunked else max_model_len) + spare, block_size, prefix_caching, groups, smallest
-    )
-    scheduler = Scheduler(blocks, budget, max_num_seqs, chunked, priorities > 0)
-    cache = Cache(blocks, failing)
-
-    def look(step: ScheduledStep) -> None:
-        assert sum(scheduled.num_new_tokens for scheduled in step) <= budget
-        assert len(step) <= len(scheduler.running) <= max_num_seqs
-        assert len({id(scheduled.seq) for scheduled in step}) == len(step)
-        rows = [seq.row for seq in scheduler.running]
-        assert len(set(rows)) == len(rows)
-        assert all(row in range(max_num_seqs) for row in rows)
-        if priorities:
-            for queue in (scheduler.running, scheduler.waiting):
-                assert list(queue) == sorted(queue, key=lambda seq: seq.queue_key)
-        phases = [scheduled.phase is Phase.DECODE for scheduled in step]
-        assert phases == sorted(phases), "prefill and extend come before decode"
-        assert all(not seq.tables for seq in scheduler.waiting), "a waiting sequence holds pages"
-        assert all(scheduled.num_new_tokens > 0 for scheduled in step)
-
-    traffic = Traffic(arrivals, aborted, overlapped, drafts, failing, stop, priorities)
-    for seq in traffic.drive(scheduler, cache, look):
-        if seq.finish_reason == "length":
-            assert len(seq.output_token_ids) == min(seq.params.max_tokens, max_model_len - seq.num_prompt_tokens)
-        if seq.finish_reason == "stop":
-            assert [token in stop for token in seq.output_token_ids] == [False] * (len(seq.output_token_ids) - 1) + [True]
 
 
 def run_step(scheduler: Scheduler) -> list[ScheduledSequence]:
@@ -154,15 +100,6 @@ def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
     assert (second.num_cached_tokens, other.num_cached_tokens) == (9, 0)
 
 
-def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
-    scheduler = Scheduler(BlockManager(32, 4), 64, 4)
-    finish(scheduler, sequence("first", list(range(8)), 1))
-    again = sequence("again", list(range(8)), 1)
-    finish(scheduler, again)
-    assert again.num_cached_tokens == 7
-    assert len(again.output_token_ids) == 1
-
-
 def test_least_recently_freed_page_is_handed_out_first() -> None:
     scheduler = Scheduler(BlockManager(6, 4), 64, 4)
     finish(scheduler, sequence("a", [1] * 8, 1))
@@ -172,17 +109,6 @@ def test_least_recently_freed_page_is_handed_out_first() -> None:
     finish(scheduler, b)
     finish(scheduler, a)
     assert (b.num_cached_tokens, a.num_cached_tokens) == (8, 0)
-
-
-def test_forgotten_prefixes_are_not_found() -> None:
-    blocks = BlockManager(32, 4)
-    scheduler = Scheduler(blocks, 64, 4)
-    finish(scheduler, sequence("first", list(range(10)), 2))
-    blocks.forget_prefixes()
-    again = sequence("again", list(range(10)), 2)
-    finish(scheduler, again)
-    assert again.num_cached_tokens == 0
-    blocks.check_integrity([])
 
 
 def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
@@ -415,8 +341,8 @@ def run_worlds(first: int, num_worlds: int, num_requests: int) -> Counter[str]:
     return counts
 
 
-def test_200_random_requests() -> None:
-    counts = run_worlds(first=200, num_worlds=10, num_requests=20)
+def test_1000_random_requests() -> None:
+    counts = run_worlds(first=200, num_worlds=50, num_requests=20)
     assert counts["swap"]
     assert counts["hits"]
     assert counts["stored"]

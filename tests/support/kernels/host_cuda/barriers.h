@@ -1,6 +1,7 @@
 // Barriers in shared memory that count arrivals, and the bytes of copies that one thread has asked for.
 #pragma once
 
+#include <functional>
 #include <map>
 
 #include "host.h"
@@ -80,5 +81,43 @@ inline bool barrier_passed(u32 barrier, u32 parity) {
 inline void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_passed(barrier, parity)) awaited_at(barrier).waiting.wait();
 }
+
+// Products of warpgroups are computed as late as they may be, when their threads wait for them, or at once.
+using Product = std::function<void()>;
+inline std::vector<Product> begun_products[MOST_THREADS];
+inline std::vector<std::vector<Product>> product_groups[MOST_THREADS];
+inline void begin(const Product& product) {
+  if (at_once) {
+    product();
+  } else {
+    begun_products[current].push_back(product);
+  }
+}
+inline void products_begin() {}
+inline void products_commit() {
+  product_groups[current].push_back(begun_products[current]);
+  begun_products[current].clear();
+}
+template <int PENDING>
+void products_wait() {
+  auto& mine = product_groups[current];
+  while (static_cast<int>(mine.size()) > PENDING) {
+    for (const Product& product : mine.front()) product();
+    mine.erase(mine.begin());
+  }
+  __syncwarp();  // the products of all lanes are done
+}
+
+// Where the swizzle of 128 bytes puts a piece of 16.
+inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
+inline void named_sync(int id, int threads) { meet(of_name[own_block()][id], threads); }
+inline void launch_dependents() {}
+inline void wait_for_earlier() {}
+template <int COUNT>
+void give_registers() {}
+template <int COUNT>
+void take_registers() {}
+template <int COUNT>
+void pin(float (&)[COUNT]) {}
 
 }  // namespace host

@@ -141,15 +141,26 @@ inline void check(const void* from, int size) {
   fail("a read outside of every tensor");
 }
 
+template <typename T>
+T load_stored(const T* from) {
+  check(from, sizeof(T));
+  return *from;
+}
+
 inline void copy(uint32_t to, const void* from, int bytes, int whole) {
   if (reinterpret_cast<uintptr_t>(from) % whole) fail("a copy from an address that is not aligned");
   if (bytes) check(from, bytes);
   begun[current].push_back({shared(to, whole), static_cast<const char*>(from), bytes, whole});
 }
 
-inline void arrive(int most) {
+inline void copies_commit() {
+  groups[current].push_back(begun[current]);
+  begun[current].clear();
+}
+template <int MOST>
+void copies_wait() {
   auto& mine = groups[current];
-  while (static_cast<int>(mine.size()) > most) {
+  while (static_cast<int>(mine.size()) > MOST) {
     for (const Copy& copy : mine.front()) {
       std::memcpy(copy.to, copy.from, copy.bytes);
       std::memset(copy.to + copy.bytes, 0, copy.whole - copy.bytes);

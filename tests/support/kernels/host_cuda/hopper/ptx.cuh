@@ -14,6 +14,7 @@ inline u32 shared_address(const void* pointer) {
 }
 
 using host::barrier_arrive, host::barrier_expect, host::barrier_init, host::barrier_wait;
+using host::give_registers, host::launch_dependents, host::named_sync, host::pin, host::swizzled, host::take_registers, host::wait_for_earlier;
 inline bool barrier_passed(u32 barrier, u32 parity) {
   if (host::early) return host::barrier_passed(barrier, parity);
   return (host::barrier_at(barrier).phase & 1) != parity;  // as late as may be
@@ -25,9 +26,6 @@ inline void barrier_arrive_in(u32 barrier, u32 block) {
 inline void fence_barrier_init() {}
 inline void fence_async() {}
 inline void cluster_sync() { host::wait_for_cluster(); }
-inline void launch_dependents() {}
-inline void wait_for_earlier() {}
-inline void named_sync(int id, int threads) { host::meet(host::of_name[host::own_block()][id], threads); }
 inline bool named_any(int id, int threads, bool own) {
   static bool any[host::MOST_BLOCKS][16];
   bool& found = any[host::own_block()][id];
@@ -46,9 +44,6 @@ struct alignas(64) TensorMap {
   u32 extents[4], box[4];
   u32 size, swizzle;  // of an element, and of a row that is swizzled, in bytes
 };
-
-// Where the swizzle of 128 bytes puts a piece of 16.
-inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 inline void copy_box(u32 to, const TensorMap& map, int x, int y, int z, int w, u32 barrier) {
   const u32 piece = 16 / map.size;
@@ -85,12 +80,6 @@ inline u32 load_word(u32 from) {
 }
 inline void store_zeros(u32 to) { std::memset(host::shared(to, 16), 0, 16); }
 
-template <int COUNT>
-void give_registers() {}
-template <int COUNT>
-void take_registers() {}
-template <int COUNT>
-void pin(float (&)[COUNT]) {}
 template <int COUNT>
 void pin(u32 (&)[COUNT]) {}
 

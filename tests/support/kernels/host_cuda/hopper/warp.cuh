@@ -15,17 +15,7 @@ inline void copy_16(u32 to, const void* from, u32 bytes) { host::copy(to, from, 
 inline void copy_row(u32 to, const void* from, u32 bytes, u32 barrier) {
   for (u32 i = 0; i < bytes; i += 16) host::awaited_at(barrier).ask({host::shared(to + i, 16), static_cast<const char*>(from) + i, 16});
 }
-inline void copies_commit() {
-  host::groups[host::current].push_back(host::begun[host::current]);
-  host::begun[host::current].clear();
-}
-template <int MOST>
-void copies_wait() { host::arrive(MOST); }
-template <typename T>
-T load_stored(const T* from) {
-  host::check(from, sizeof(T));
-  return *from;
-}
+using host::copies_commit, host::copies_wait, host::load_stored;
 inline int add_arrival(int* to) {
   host::check(to, 4);
   return (*to)++;

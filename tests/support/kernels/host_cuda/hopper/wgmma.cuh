@@ -43,8 +43,6 @@ struct Begun {
   int columns;
   bool add;
 };
-inline std::vector<Begun> begun_products[host::MOST_THREADS];
-inline std::vector<std::vector<Begun>> product_groups[host::MOST_THREADS];
 
 // PTX ISA, "wgmma.mma_async": which lane holds which elements.
 inline void compute(const Begun& one) {
@@ -74,27 +72,8 @@ inline void compute(const Begun& one) {
   }
 }
 
-inline void begin(const Begun& one) {
-  if (host::at_once) {
-    compute(one);
-  } else {
-    begun_products[host::current].push_back(one);
-  }
-}
-inline void products_begin() {}
-inline void products_commit() {
-  product_groups[host::current].push_back(begun_products[host::current]);
-  begun_products[host::current].clear();
-}
-template <int PENDING>
-void products_wait() {
-  auto& mine = product_groups[host::current];
-  while (static_cast<int>(mine.size()) > PENDING) {
-    for (const Begun& one : mine.front()) compute(one);
-    mine.erase(mine.begin());
-  }
-  __syncwarp();  // the products of all lanes are done
-}
+inline void begin(const Begun& one) { host::begin([one] { compute(one); }); }
+using host::products_begin, host::products_commit, host::products_wait;
 
 template <int COLUMNS>
 struct Products {

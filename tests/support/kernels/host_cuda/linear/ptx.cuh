@@ -16,14 +16,7 @@ inline void copy_16_once(u32 to, const void* from, u64) { host::copy(to, from, 1
 inline void copy_16_once(u32 to, const void* from, u32 bytes, u64) { host::copy(to, from, bytes, 16); }
 inline void copy_16(u32 to, const void* from, u32 bytes) { host::copy(to, from, bytes, 16); }
 inline void copy_4(u32 to, const void* from, u32 bytes) { host::copy(to, from, bytes, 4); }
-inline void copies_commit() {
-  host::groups[host::current].push_back(host::begun[host::current]);
-  host::begun[host::current].clear();
-}
-template <int most>
-void copies_wait() {
-  host::arrive(most);
-}
+using host::copies_commit, host::copies_wait, host::load_stored;
 
 struct Quad {
   u32 part[4];
@@ -59,11 +52,6 @@ inline Quad load_constant_quad(const void* from) {
   std::memcpy(&quad, from, 16);
   return quad;
 }
-template <typename T>
-T load_stored(const T* from) {
-  host::check(from, sizeof(T));
-  return *from;
-}
 inline int add_arrivals(int* to, int count) {
   host::check(to, 4);
   return (*to += count) - count;
@@ -75,6 +63,7 @@ void store_shared(u32 to, T value) {
 }
 
 using host::barrier_arrive, host::barrier_expect, host::barrier_init, host::barrier_wait;
+using host::give_registers, host::launch_dependents, host::named_sync, host::pin, host::swizzled, host::take_registers, host::wait_for_earlier;
 inline void barriers_ready() {}
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("a copy in bulk that is not of whole 16 bytes");
@@ -89,7 +78,6 @@ struct alignas(64) TensorMap {
   u32 box_rows, box_bytes, element = 1;  // element: bytes of what columns count
   bool swizzled = false;                 // by 128 bytes, in 16-byte chunks
 };
-inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 inline void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64) {
   if (map.box_rows > 256) host::fail("a box of more than 256 rows");
   host::shared(to, map.swizzled ? 1024 : 128);
@@ -118,13 +106,6 @@ inline Floats load_floats_of_block(u32 from, int block) {
   std::memcpy(&four, host::memories[block] + from, 16);
   return four;
 }
-template <int count>
-void take_registers() {}
-template <int count>
-void give_registers() {}
-inline void named_sync(int id, int threads) { host::meet(host::of_name[host::own_block()][id], threads); }
-inline void launch_dependents() {}
-inline void wait_for_earlier() {}
 
 inline u16 to_float8_pair(float low, float high) { return host::to_float8(low) | host::to_float8(high) << 8; }
 inline u32 permute(u32 low, u32 high, u32 selector) {

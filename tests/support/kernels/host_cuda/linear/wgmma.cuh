@@ -14,8 +14,6 @@ struct Begun {
   int columns;
   bool add;
 };
-inline std::vector<Begun> begun_products[host::MOST_THREADS];
-inline std::vector<std::vector<Begun>> product_groups[host::MOST_THREADS];
 
 // PTX ISA, "wgmma.mma_async": which lane holds which elements, and where the 128-byte swizzle puts those in shared memory.
 inline void compute_half(const Begun& one) {
@@ -44,29 +42,8 @@ inline void compute_float8(const Begun& one) {
 }
 
 inline void compute(const Begun& one) { one.a ? compute_half(one) : compute_float8(one); }
-inline void begin(const Begun& one) {
-  if (host::at_once) {
-    compute(one);
-  } else {
-    begun_products[host::current].push_back(one);
-  }
-}
-inline void products_begin() {}
-inline void products_commit() {
-  product_groups[host::current].push_back(begun_products[host::current]);
-  begun_products[host::current].clear();
-}
-template <int most>
-void products_wait() {
-  auto& mine = product_groups[host::current];
-  while (static_cast<int>(mine.size()) > most) {
-    for (const Begun& one : mine.front()) compute(one);
-    mine.erase(mine.begin());
-  }
-  __syncwarp();  // the products of all lanes are done
-}
-template <int count>
-void pin(float (&)[count]) {}
+inline void begin(const Begun& one) { host::begin([one] { compute(one); }); }
+using host::products_begin, host::products_commit, host::products_wait;
 
 template <int COLUMNS>
 struct Products {
