@@ -97,7 +97,8 @@ def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, 
         ("16/8/256", 4, 512, 128),
         ("16/8/256", 8, 1024, 128),
         ("16/8/128", 1, 65536, 128),
-        ("16/8/128", 6, 8192, 96),  # 144 would take two waves
+        ("16/8/128", 6, 1024, 96),  # 144 would take two waves
+        ("32/8/128", 9, 815, 72),
         ("16/8/128", 1, 256, 8),  # merging would take longer than the second tile
         ("32/8/64", 1, 65536, 128),
         ("16/8/128", 24, 1024, 192),
