@@ -57,11 +57,14 @@ class IdleTuner:
         self._engine = engine
         self._layers = {spec: layer for spec, layer in layers.items() if layer.stored is not None}
         self._tables = {spec: table for spec, layer in self._layers.items() if (table := layer.stored) is not None}
-        self._share = share
         self._take = take
-        self._tried = {(spec, key) for spec, table in self._tables.items() for key in _measured(table)}
-        self._thread: Thread | None = None
-        self._child: Child | None = None
+        self.share = share
+        """Maximum share of the idle time to measure."""
+        self.tried = {(spec, key) for spec, table in self._tables.items() for key in _measured(table)}
+        """(layer, point) that need no measurement any more."""
+        self.thread: Thread | None = None
+        """Thread that waits for the child process. None while nothing is measured."""
+        self.child: Child | None = None
         self._found: list[tuple[AttentionSpec, Sequence[Point], CrossoverTable | None]] = []
         self._began = self._idle_since = time.monotonic()
         self._busy = self._told = self._closed = False
@@ -78,27 +81,27 @@ class IdleTuner:
             return rest
         while self._found:
             self._merge(*self._found.pop(0))
-            self._thread = self._child = None
-        if self._thread is None:
-            chosen = self._next_slice()
+            self.thread = self.child = None
+        if self.thread is None:
+            chosen = self.next_slice()
             if chosen is None:
                 self._judge()
                 return None
             self._judge()
-            self._thread = Thread(target=self._measure, args=chosen, name="headway-idle-tuning", daemon=True)
-            self._thread.start()
+            self.thread = Thread(target=self.measure, args=chosen, name="headway-idle-tuning", daemon=True)
+            self.thread.start()
         place = (now - self._idle_since) % _WINDOW
-        runs = place < self._share * _WINDOW
-        if self._child is not None:
-            self._child.hold(not runs)
-        return _POLL if self._share >= 1 else (self._share * _WINDOW if runs else _WINDOW) - place + 1e-3
+        runs = place < self.share * _WINDOW
+        if self.child is not None:
+            self.child.hold(not runs)
+        return _POLL if self.share >= 1 else (self.share * _WINDOW if runs else _WINDOW) - place + 1e-3
 
     def busy(self) -> None:
         """Stop measuring, because a request has arrived. Called before each step, so it takes no time."""
         if not self._busy:
             self._busy = True
-            if self._child is not None:
-                self._child.hold(True)
+            if self.child is not None:
+                self.child.hold(True)
         elif not self._told and time.monotonic() - self._began > _TOLD_AFTER:
             self._told = True
             if self._engine.stats.tuned_points or not self.num_unmeasured:
@@ -118,8 +121,8 @@ class IdleTuner:
     def close(self) -> None:
         """End the child process."""
         self._closed = True
-        if self._child is not None:
-            self._child.stop()
+        if self.child is not None:
+            self.child.stop()
 
     @property
     def num_unmeasured(self) -> int:
@@ -127,9 +130,9 @@ class IdleTuner:
         return sum(len(self._left(spec)) for spec in self._tables)
 
     def _left(self, spec: AttentionSpec) -> list[Point]:
-        return [point for point in self._layers[spec].wanted if (spec, point.key) not in self._tried]
+        return [point for point in self._layers[spec].wanted if (spec, point.key) not in self.tried]
 
-    def _next_slice(self) -> tuple[AttentionSpec, Sequence[Point]] | None:
+    def next_slice(self) -> tuple[AttentionSpec, Sequence[Point]] | None:
         """Return the layer and the points to measure next: those around the steps that took the most time come first."""
         ranked = []
         for spec in self._tables:
@@ -143,12 +146,12 @@ class IdleTuner:
         """Return grid point -> microseconds of the layer in the steps that ran near the point."""
         layer, selector, weights = self._layers[spec], self._engine.executor.selector, dict[PointKey, float]()
         for step, count in selector.steps.items():
-            near = _corners([point for point in layer.wanted if CORE_PHASE[point.phase] is step[0]], step[1:])
+            near = corners([point for point in layer.wanted if CORE_PHASE[point.phase] is step[0]], step[1:])
             for point in near:
                 weights[point.key] = weights.get(point.key, 0.0) + count * selector.step_us(*step) / len(near)
         return weights
 
-    def _measure(self, spec: AttentionSpec, todo: Sequence[Point]) -> None:
+    def measure(self, spec: AttentionSpec, todo: Sequence[Point]) -> None:
         """Measure points in a child process. Runs in a thread."""
         layer, table = self._layers[spec], self._tables[spec]
         files = third_party_files(layer.registry, layer.kernels)
@@ -191,7 +194,7 @@ class IdleTuner:
     def _started(self, child: Child) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, child.process.pid, _NICENESS)
-        self._child = child
+        self.child = child
         if self._closed:
             child.stop()
         else:
@@ -199,7 +202,7 @@ class IdleTuner:
 
     def _merge(self, spec: AttentionSpec, todo: Sequence[Point], found: CrossoverTable | None) -> None:
         """Replace the times of the measured points in the layer's table, and store the table."""
-        self._tried |= {(spec, point.key) for point in todo}
+        self.tried |= {(spec, point.key) for point in todo}
         if found is None:
             return
         new = {key: cells for key, cells in points(found.cells).items() if all(cell.status != "oom" for cell in cells)}
@@ -258,7 +261,7 @@ def _measured(table: CrossoverTable) -> set[PointKey]:
     return {cell.point for cell in table.cells if cell.source == "measured"}
 
 
-def _corners(found: Sequence[Point], place: Sequence[int]) -> list[Point]:
+def corners(found: Sequence[Point], place: Sequence[int]) -> list[Point]:
     """Return the grid points around (batch, query_len, kv_len): on each axis, the nearest value below and the nearest above."""
     near = list(found)
     for axis in (1, 0, 2):  # verification has batch sizes of its own

@@ -52,8 +52,8 @@ class Ring:
     @classmethod
     def of(cls, head_dim: int) -> Ring:
         """Return the ring that was fastest on an H100 for head_dim 128. With longer rows, shared memory has space for only half
-        the warps, or for six tiles of 33 KB."""
-        return cls(8, 2) if head_dim <= 128 else cls(4, 3) if head_dim <= 256 else cls(3, 2)
+        the warps, or for six tiles of 33 KB, whose keys are replaced while their values are multiplied."""
+        return cls(8, 2) if head_dim <= 128 else cls(4, 3) if head_dim <= 256 else cls(6, 1)
 
     @property
     def keys(self) -> int:
@@ -67,11 +67,11 @@ def config_of(head_dim: int) -> DecodeConfig:
     with the bytes in the rings. merge_launch_us is the time to count and read the parts, or of a launch that merges."""
     ring, wide = Ring.of(head_dim), head_dim > HEAD_DIMS[-1]
     return DecodeConfig(
-        block_n=ring.keys,
+        block_n=32 if wide else ring.keys,
         num_warps=ring.warps,
         num_stages=ring.stages,
         residents=1,
-        tile_us=1.17 * ring.keys / 32 if wide else 1.6,
+        tile_us=1.17 if wide else 1.6,
         wave_us=3.0 if wide else 6.0 * ring.keys * head_dim / 128**2,
         merge_us=0.03 if wide else 0.28,
         merge_row_us=0.0,
@@ -97,6 +97,7 @@ def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
         "ROW_BLOCKS": blocks,
         "WARPS": ring.warps,
         "STAGES": ring.stages,
+        "UNIT": config_of(spec.head_dim).block_n,
         "SOFTCAP": int(spec.softcap is not None),
         "WINDOW": int(spec.sliding_window is not None),
         "SINKS": int(spec.sinks is not None),
@@ -108,7 +109,7 @@ def shared_bytes(head_dim: int, blocks: int) -> int:
     """Return the size of dynamic shared memory in bytes. It holds a counter and the rings, whose memory is reused for the
     accumulators of all warps."""
     ring = Ring.of(head_dim)
-    rings = ring.warps * ring.stages * 2 * TILE * 16 * (head_dim // 8 | 1)
+    rings = ring.warps * ring.stages * (2 * TILE * 16 * (head_dim // 8 | 1) + 16)
     sums = ring.warps * 8 * blocks * (head_dim + 4 + 2) * 4 + 4
     return max(rings, sums)
 

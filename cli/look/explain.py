@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from headway.core.contract.experts import ExpertsSpec
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
+    from headway.core.select.choice import ChoiceRow, Rated
     from headway.core.select.costs import CountAxis, Shape
     from headway.core.select.request import BackendRequest, LayerSpecs, Workload
-    from headway.core.select.selector import AttentionGroup, ChoiceRow, Rated, Selector
+    from headway.core.select.selector import AttentionGroup, Selector
     from headway.kernels.experts.bound import ExpertsKind
     from headway.kernels.linear.choice import LinearChoice
     from headway.kernels.linear.linear import Linear
@@ -323,9 +324,10 @@ def explain(
         return _print(plain, sections, all_backends, as_json)
     from headway.core.contract.ranks import RankGroup
     from headway.core.engine.data.config import check_block_size
+    from headway.core.select.choice import plan_text
     from headway.core.select.kernels import check_names
     from headway.core.select.request import BackendRequest, Workload
-    from headway.core.select.selector import Selector, plan_text
+    from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import explain_sums
     from headway.tuning.table.convert import to_costs

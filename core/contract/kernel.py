@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -64,25 +64,39 @@ Listener = Callable[[str], None]
 CompileAhead = Callable[[], AbstractContextManager[object]]
 """Function that returns a context manager such as `compile_ahead`."""
 
-AHEAD: ContextVar[Executor | None] = ContextVar("headway_compiles_ahead", default=None)
-"""Thread pool that compiles kernels in this context; launches then only queue a compilation. None means that launches run as
-usual."""
 _WORKERS = 16
 """Maximum number of threads that compile kernels. Compilers do most of their work outside the GIL."""
+
+
+class Ahead(ThreadPoolExecutor):
+    """Threads that compile the kernels of one `compile_ahead` context."""
+
+    num_new = 0
+    """Number of queued compilations, plus the number of compiled kernels that were called for the first time."""
+
+    def submit(self, /, *task: Any, **options: Any) -> Future[Any]:
+        """Run a task in one of the threads."""
+        self.num_new += 1
+        return super().submit(*task, **options)
+
+
+AHEAD: ContextVar[Ahead | None] = ContextVar("headway_compiles_ahead", default=None)
+"""Thread pool that compiles kernels in this context; launches then only queue a compilation. None means that launches run as
+usual."""
 
 _LISTENERS: list[WeakMethod[Listener]] = []
 """Listeners of the process. All engines share them, because a kernel compiled for one engine is used by all engines."""
 
 
 @contextmanager
-def compile_ahead() -> Iterator[Executor]:
+def compile_ahead() -> Iterator[Ahead]:
     """Return a context in which launches compile their kernels on a thread pool instead of running them.
 
     Only kernels that check `AHEAD` support this. All compilations have finished when the context ends. Discard results computed
     inside the context, because the kernels have not written their outputs. A compilation error is raised by the next real launch,
     not in the context.
     """
-    with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), "compile") as pool:
+    with Ahead(min(_WORKERS, os.cpu_count() or 1), "compile") as pool:
         token = AHEAD.set(pool)
         try:
             yield pool

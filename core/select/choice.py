@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from headway.core.contract.metadata import Phase
+from headway.core.contract.support import Reason
 from headway.core.select.costs import CostTable, Shape, StepCosts
 from headway.core.select.kernels import L, Placement
 from headway.core.select.request import Workload
@@ -132,6 +133,39 @@ Placements with small blocks, which waste less memory, come first.
 """
 _NOISES = 4.0
 """Minimum gain over the workload, as a multiple of the noise. At the typical point, the minimum gain is the noise."""
+
+
+class Rated(NamedTuple):
+    """One kernel at one shape, with the chosen layout and block size."""
+
+    name: str
+    reasons: tuple[Reason, ...]
+    """Reasons why the kernel does not support the shape or must not be chosen. Empty if there are none."""
+    us: float | None
+    """Time per step over all layers, in microseconds. None if not measured or not supported."""
+
+
+class ChoiceRow(NamedTuple):
+    """Choice for the layers of one kind in one phase, as a row of a table."""
+
+    kind: str
+    phase: str
+    layers: int
+    heads: str
+    layout: str
+    block_size: str
+    cache: str
+    """Element type of the cache or state. - if there is none."""
+    backend: str
+    why: str
+    """Source of the choice: asked for, measured, or rank order."""
+
+
+def plan_text(rows: Iterable[ChoiceRow]) -> str:
+    """Return a plan as a table of text, with aligned columns."""
+    table = [tuple(name.removesuffix("_size") for name in ChoiceRow._fields), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(len(row[number]) for row in table) for number in range(len(ChoiceRow._fields))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 NO_ATTENTION = "none"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import product
 from operator import add
-from typing import Generic, NamedTuple
+from typing import Generic
 
 from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.errors import UnsupportedError
@@ -19,7 +19,9 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
 from headway.core.select.choice import (
     NO_ATTENTION,
+    ChoiceRow,
     MeasuredChoice,
+    Rated,
     RatedPlace,
     Selection,
     StepChooser,
@@ -34,39 +36,6 @@ from headway.core.select.request import ALL_AUTO, AUTO, PRESETS, BackendRequest,
 
 StepKey = tuple[Phase, int, int, int]
 """(phase, batch, query_len, kv_len)."""
-
-
-class Rated(NamedTuple):
-    """One kernel at one shape, with the chosen layout and block size."""
-
-    name: str
-    reasons: tuple[Reason, ...]
-    """Reasons why the kernel does not support the shape or must not be chosen. Empty if there are none."""
-    us: float | None
-    """Time per step over all layers, in microseconds. None if not measured or not supported."""
-
-
-class ChoiceRow(NamedTuple):
-    """Choice for the layers of one kind in one phase, as a row of a table."""
-
-    kind: str
-    phase: str
-    layers: int
-    heads: str
-    layout: str
-    block_size: str
-    cache: str
-    """Element type of the cache or state. - if there is none."""
-    backend: str
-    why: str
-    """Source of the choice: asked for, measured, or rank order."""
-
-
-def plan_text(rows: Iterable[ChoiceRow]) -> str:
-    """Return a plan as a table of text, with aligned columns."""
-    table = [tuple(name.removesuffix("_size") for name in ChoiceRow._fields), *(tuple(map(str, row)) for row in rows)]
-    widths = [max(len(row[number]) for row in table) for number in range(len(ChoiceRow._fields))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 class KernelGroup(Generic[S, B, L]):

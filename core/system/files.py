@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -57,6 +58,7 @@ def warn_unwritable(folder: Path, why: str) -> None:
     )
 
 
+_POLL_SECONDS = 0.02
 _PART = ".headway-part"  # Suffix of incomplete files and folders
 _SHARED, _PRIVATE = 0o666, 0o600
 LARGEST_TEXT = 1 << 28
@@ -143,6 +145,34 @@ def new_folder(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(part, ignore_errors=True)
         os.close(handle)
+
+
+@contextmanager
+def one_process(path: Path, seconds: float = 120.0) -> Iterator[None]:
+    """Run the block while no other process or thread runs a block for the same path.
+
+    If a process that runs the block dies, the next one starts. After `seconds`, or in a folder without locks, the block runs
+    regardless of the others.
+    """
+    lock, handle, held = path.with_name(f".{path.name}.lock"), -1, False
+    end = time.monotonic() + seconds
+    try:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _SHARED)
+            while not held and time.monotonic() < end:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    held = True
+                except BlockingIOError:
+                    time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        if handle >= 0:
+            with contextlib.suppress(OSError):
+                if held:
+                    lock.unlink()  # a process that waits holds the old file, and then finds what this one has made
+            os.close(handle)
 
 
 def make_private(folder: Path) -> None:

@@ -7,8 +7,9 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
@@ -50,7 +51,7 @@ from headway.tuning.measure.device import identify_device, resolve_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.linear import choose_linear_kernels
 from headway.tuning.measure.self_test import check_named
-from headway.tuning.measure.timing import SharedBudget
+from headway.tuning.measure.timing import SharedBudget, on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -241,10 +242,31 @@ class _Start:
         """Engine configuration, taken from the options."""
         return self.args.engine_config()
 
+    compiling: list[Future[SamplingOps]] = field(default_factory=list)
+    """Compilations in other threads, which `compiled` waits for."""
+
+    @cached_property
+    def compile(self) -> CompileAhead | None:
+        """Context in which the device's kernels are compiled in parallel. None if nothing is compiled."""
+        return compile_ahead(self.device)
+
     @cached_property
     def ahead(self) -> CompileAhead | None:
-        """Context in which the device's kernels are compiled in parallel. None if nothing is compiled."""
-        return self.clock.within("compiling", compile_ahead(self.device))
+        """`compile`, timed, and followed by `compiled`: whatever is measured next does not share the cores with compilers."""
+        compile = self.compile
+
+        @contextmanager
+        def all_compiled() -> Iterator[object]:
+            with nullcontext() if compile is None else compile() as found:
+                yield found
+            wait(self.compiling)
+
+        return None if compile is None else self.clock.within("compiling", all_compiled)
+
+    def compiled(self) -> SamplingOps | None:
+        """Wait until the threads in `compiling` have ended. Return the result, or None if no thread was started."""
+        with self.clock.part("compiling"):
+            return next((each.result() for each in self.compiling), None)
 
     @cached_property
     def table(self) -> TableRequest:
@@ -259,12 +281,10 @@ class _Start:
 
 
 class _Loaded(NamedTuple):
-    """A loaded model, with its layers and sampling operations, before any measurement."""
+    """A loaded model with its layers, before any measurement."""
 
     model: LoadedModel
     layers: LayerSpecs
-    sampling: SamplingOps | None
-    """Sampling operations. None if these are made later, once the model can run."""
 
 
 def _assemble(start: _Start) -> Assembly:
@@ -323,17 +343,26 @@ def _tuner(start: _Start, layers: LayerSpecs, engine: EngineLoop) -> IdleTuner |
 def _load(start: _Start) -> _Loaded:
     """Load the model, while another thread tests the backends that `auto` may choose from.
 
-    Sampling kernels are compiled here by running the model, before anything is measured. Two cases prevent this. Measurements may
-    choose the kernels of linear layers or experts, whose weights are packed only after the choice. Other ranks, if any, join the
-    model's all-reduces only after they have received the choices.
+    The model's kernels and the sampling kernels are then compiled in a thread, by running the model, while attention kernels are
+    tested. Two cases prevent this. Measurements may choose the kernels of linear layers or experts, whose weights are packed only
+    after the choice. Other ranks, if any, join the model's all-reduces only after they have received the choices.
     """
     with _trying_backends(start):
+        ahead = start.compile  # begins to load the compiler
         with start.clock.part("weights"):
             model = load_part(start.args, start.registry, start.device, start.ranks)
         decoder = model.decoder
         layers = LayerSpecs.of(decoder, start.config.kv_cache_dtype, decoder.kv_scales)
-        runs = start.ranks.size == 1 and not decoder.linear_choices and not decoder.expert_kinds
-        return _Loaded(model, layers, sampling_of(decoder, layers, start.config, start.ahead) if runs else None)
+
+        def compile_model() -> SamplingOps:
+            with on_device(start.device):
+                return sampling_of(decoder, layers, start.config, ahead)
+
+        if start.ranks.size == 1 and not decoder.linear_choices and not decoder.expert_kinds:
+            pool = ThreadPoolExecutor(1, "compile-model")
+            start.compiling.append(pool.submit(compile_model))
+            pool.shutdown(wait=ahead is None)
+        return _Loaded(model, layers)
 
 
 @contextmanager
@@ -356,6 +385,7 @@ def _assemble_draft(start: _Start) -> Assembly | None:
     """Load the draft model named in the options and make its engine. Return None if no draft model is named."""
     if start.args.speculative_model is None:
         return None
+    start.compiled()  # the draft's cache takes a share of the memory that is free
     args = draft_args(start.args, start.device)
     return _assemble(_Start(args, checked_registry(args), start.device, start.clock))
 
@@ -419,7 +449,7 @@ def _engine(
         layers=loaded.layers,
         config=config,
         eos_token_ids=eos,
-        sampling=loaded.sampling or sampling_of(decoder, loaded.layers, config, start.ahead),
+        sampling=start.compiled() or sampling_of(decoder, loaded.layers, config, start.ahead),
         costs=choices[0],
         state_costs=choices[1],
         proposer=proposer,

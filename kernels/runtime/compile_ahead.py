@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from headway.core.contract import kernel as compiled
 from headway.core.contract.kernel import CompileAhead
+from headway.core.system.files import kernel_folders, one_process
 
 
 def compile_ahead(device: torch.device) -> CompileAhead | None:
@@ -22,10 +24,18 @@ def compile_ahead(device: torch.device) -> CompileAhead | None:
         from triton.runtime import cache
     except ImportError:
         return compiled.compile_ahead
-    # Triton's first compilation and first cache lookup wait for a hash of Triton's own library: start computing the hash here.
+    # Triton's first compilation waits for a hash of Triton's own library, and for the C compiler to build its driver: start here.
     key = getattr(cache, "triton_key", None)  # not part of Triton's public interface
-    if key is not None:
-        Thread(target=key, name="triton-key", daemon=True).start()
+
+    def prepare() -> None:
+        from triton.runtime import driver
+
+        with suppress(Exception):  # the first compilation raises the same error
+            _ = driver.active
+            if key is not None:
+                key()
+
+    Thread(target=prepare, name="triton-key", daemon=True).start()
     return compile_with_triton
 
 
@@ -34,28 +44,27 @@ def compile_with_triton() -> Iterator[None]:
     """Compile ahead like `core.contract.kernel.compile_ahead`, including Triton kernels (`Launcher`)."""
     import triton
 
-    with compiled.compile_ahead() as pool, triton.AsyncCompileMode(BuildLaunchers(pool), ignore_errors=True):
+    class SharedMode(triton.AsyncCompileMode):  # type: ignore[misc]
+        def submit(self, key: str, task: Callable[[], Any], *rest: Any) -> Any:
+            given = (key, partial(compile_and_build, key, task), *rest)
+            return super().submit(*given)
+
+    with compiled.compile_ahead() as pool, SharedMode(pool, ignore_errors=True):
         yield
 
 
-class BuildLaunchers(Executor):
-    """Threads that compile a Triton kernel together with its launcher.
+def compile_and_build(key: str, task: Callable[[], Any]) -> Any:
+    """Return a compiled Triton kernel from the disk cache, or compile it with its launcher in one process, while others wait.
 
     Some releases of Triton compile the launcher with a C compiler at the kernel's first launch, which takes a third of a second
-    per kernel. These threads compile it earlier and cache it on disk next to the kernel, where the first launch finds it.
+    per kernel. It is compiled earlier here and cached on disk next to the kernel, where the first launch finds it.
+
+    key: all that the kernel is compiled from. task: function that returns the kernel from the cache, or compiles it.
     """
+    from triton.runtime import driver
 
-    def __init__(self, pool: Executor) -> None:
-        self._pool = pool
-
-    def submit(self, task: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        """Run a task in the thread pool. task: function that returns a compiled kernel."""
-        from triton.runtime import driver
-
-        def compile_and_build() -> Any:
-            kernel = task(*arguments, **options)
-            with suppress(Exception):  # the launch will raise the same error
-                driver.active.launcher_cls(kernel.src, kernel.metadata)
-            return kernel
-
-        return self._pool.submit(compile_and_build)
+    with one_process(kernel_folders()[1] / hashlib.sha256(key.encode()).hexdigest()):
+        kernel = task()
+        with suppress(Exception):  # the launch will raise the same error
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel

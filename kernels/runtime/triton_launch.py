@@ -106,9 +106,10 @@ class Launcher:
             known(grid, *arguments)
             return
         options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if constants.get("PDL") else {})}
-        if AHEAD.get() is not None:
+        if (ahead := AHEAD.get()) is not None:
             if key not in self._ahead:
                 self._ahead.add(key)
+                ahead.num_new += 1
                 self._kernel.warmup(*arguments, grid=grid, **constants, **options)
             return
         kernel = self._kernel[grid](*arguments, **constants, **options)

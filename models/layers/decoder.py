@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from headway.core.contract.adapters import AdapterSlots
+from headway.core.contract.kernel import AHEAD
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
@@ -341,6 +343,18 @@ class Decoder:
         self.kv_scales = [layer.kv_scales for layer in self.layers if layer.caches]
         """k_scale and v_scale of each attention layer's FP8 cache, from the checkpoint; 1 if the checkpoint has no scales."""
 
+    @cached_property
+    def _compiled_layers(self) -> Collection[int]:
+        """Indices of the layers that run while kernels are compiled ahead: the first of each kind, because the others launch the
+        same kernels. All layers run if layers share keys, or if weights may be packed for a chosen kernel."""
+        if self._shared or self.linear_choices or self.expert_kinds:
+            return range(len(self.layers))
+        first: dict[object, int] = {}
+        for index, (config, layer) in enumerate(zip(self.config.layers, self.layers, strict=True)):
+            spec = None if layer.attention is None else layer.attention.spec.kind
+            first.setdefault((config, spec, *(linear.spec() for linear in layer.linears)), index)
+        return set(first.values())
+
     @property
     def _linears(self) -> list[Linear]:
         inputs = [] if self.layer_inputs is None else [self.layer_inputs.proj]
@@ -447,7 +461,10 @@ class Decoder:
         self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention, inputs: Sequence[Tensor] | None = None
     ) -> Tensor:
         attention = SharedKeys(attention, self._shared) if self._shared else attention
+        ahead = AHEAD.get() is not None
         for index, layer in enumerate(self.layers):
+            if ahead and index not in self._compiled_layers:
+                continue
             x = layer(x, ropes, self.operations, attention, None if inputs is None else inputs[index])
         return x
 

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_a_faster_kernel_is_measured_while_idle_and_taken(model: Path, caplog: p
 
 
 def _tried(llm: LLM) -> set[object]:
-    return {key for _, key in llm.driver.assembly.tuner._tried}
+    return {key for _, key in llm.driver.assembly.tuner.tried}
 
 
 def test_points_around_the_steps_that_ran_come_first(model: Path) -> None:
@@ -96,7 +97,7 @@ def test_points_around_the_steps_that_ran_come_first(model: Path) -> None:
     llm.engine.executor.selector.steps.clear()
     for _ in range(50):
         llm.engine.executor.selector.count(Phase.DECODE, 6, 1, 700)
-    _, first = tuner._next_slice()
+    _, first = tuner.next_slice()
     assert {(point.phase, point.batch, point.kv_len) for point in first[:3]} == {
         ("decode", 4, 512), ("decode", 4, 2048), ("decode", 16, 512)
     }  # fmt: skip
@@ -104,31 +105,30 @@ def test_points_around_the_steps_that_ran_come_first(model: Path) -> None:
 
 def test_corners_are_the_nearest_values_on_each_axis() -> None:
     points = [Point("decode", batch, 1, kv_len) for batch in (1, 4, 16) for kv_len in (32, 128) if batch * kv_len < 2000]
-    found = idle._corners(points, (4, 1, 60))
+    found = idle.corners(points, (4, 1, 60))
     assert {(point.batch, point.kv_len) for point in found} == {(4, 32), (4, 128)}
-    assert {(point.batch, point.kv_len) for point in idle._corners(points, (99, 1, 9999))} == {(16, 32)}
+    assert {(point.batch, point.kv_len) for point in idle.corners(points, (99, 1, 9999))} == {(16, 32)}
 
 
-def a_child() -> Child:
-    code = "import sys, time\nfor n in range(10**6): print('{\"n\": %d}' % n, flush=True); time.sleep(0.01)"
+def an_echo() -> Child:
+    code = "import sys, time\nfor line in sys.stdin: time.sleep(0.2); print('{}', flush=True)"
     return Child([*python_command("x")[:1], "-c", code])
 
 
 def test_a_held_child_stands_still_and_its_limits_do_not_count() -> None:
-    with a_child() as child:
-        child.answer(20)
+    with an_echo() as child:
+        child.ask({}, 20)
+        child.send({})
         child.hold(True)
         time.sleep(0.1)
         assert psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED
-        while child._rest.count(b"\n"):
-            child.answer(1)
-        limit = child._now() + 0.2
-        time.sleep(0.5)
-        assert child._now() < limit
-        child.hold(False)
-        assert child.answer(5)["n"] > 0
-    with Child([*python_command("x")[:1], "-c", "import time; time.sleep(60)"]) as silent, pytest.raises(ChildDied):
-        silent.answer(0.2)
+        Timer(1.0, child.hold, [False]).start()
+        began = time.monotonic()
+        assert child.answer(0.6) == {}
+        assert time.monotonic() - began > 0.9
+        child.send({})
+        with pytest.raises(ChildDied, match="no answer within 0.05 s"):
+            child.answer(0.05)
 
 
 class FakeChild:
@@ -144,7 +144,7 @@ def tuner(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[IdleTuner, Fake
     """A tuner whose child process measures forever."""
     llm = engine(model)
     made, child = llm.driver.assembly.tuner, FakeChild()
-    monkeypatch.setattr(made, "_measure", lambda *_: setattr(made, "_child", child))
+    monkeypatch.setattr(made, "measure", lambda *_: setattr(made, "child", child))
     return made, child
 
 
@@ -159,7 +159,7 @@ def test_a_request_holds_the_child_at_once_and_quiet_lets_it_go_on(
     assert made.idle() == 2.0
     clock.now += 2.0
     made.idle()
-    made._thread.join()
+    made.thread.join()
     made.busy()
     assert child.held[-1] is True
     clock.now += 60
@@ -172,12 +172,12 @@ def test_a_request_holds_the_child_at_once_and_quiet_lets_it_go_on(
 
 def test_a_share_of_the_idle_time_is_used(tuner: tuple[IdleTuner, FakeChild], monkeypatch: pytest.MonkeyPatch) -> None:
     made, child = tuner
-    made._share = 0.25
+    made.share = 0.25
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(idle.time, "monotonic", lambda: clock.now)
-    made._idle_since = clock.now
+    made.busy()
     made.idle()
-    made._thread.join()
+    made.thread.join()
     ran, last = 0.0, False
     while clock.now < 1020:
         pause = made.idle()
@@ -193,7 +193,8 @@ def test_a_server_under_load_says_that_it_measures_nothing(
     caplog.set_level(logging.INFO, "headway")
     made, _ = tuner
     made.busy()
-    made._began -= 601
+    later = time.monotonic() + 601
+    monkeypatch.setattr(idle.time, "monotonic", lambda: later)
     for _ in range(3):
         made.busy()
     assert caplog.text.count("because requests left no idle time") == 1

@@ -35,6 +35,10 @@ constexpr int STEPS = HEAD_DIM / 16;
 constexpr int SUM_ROW = HEAD_DIM + 4;                   // floats: a warp stores to different banks
 constexpr int NEW_PIECES = (2 * PIECES + 31) / 32;      // of a lane
 constexpr int LINES = (HEAD_DIM * 2 + 127) / 128;       // of a row in the L2 cache
+constexpr int CHAINS = HEAD_DIM > 256 ? 2 : 1;          // of dependent MMAs that compute a tile's scores
+#ifndef BULK
+#define BULK (HEAD_DIM > 256)  // the copy engine loads rows: with cp.async, a warp would spend most of its time on addresses
+#endif
 #define NEVER __int_as_float(0xff800000)  // of minus infinity
 
 struct Chunk {
@@ -44,7 +48,7 @@ struct Chunk {
     const int4* const fields = reinterpret_cast<const int4*>(a.chunks) + 2 * number;
     const int4 low = fields[0], high = fields[1];
     seq = low.x, kv_len = low.y, token = low.z, query_len = low.w;
-    start = high.x * (TILE * WARPS), end = high.y, first_chunk = high.z, num_chunks = high.w;
+    start = high.x * UNIT, end = high.y, first_chunk = high.z, num_chunks = high.w;
   }
 };
 
@@ -100,6 +104,25 @@ __device__ __forceinline__ void copy_tile(const DecodeArguments& a, Tiles& tiles
   }
 }
 
+// Let the copy engine load a tile's keys or values. Rows are zero-filled as by copy_tile.
+__device__ __forceinline__ void copy_rows(const DecodeArguments& a, Tiles& tiles, u32 to, u32 barrier, int number, int kv_head, int limit,
+                                          bool values, int lane) {
+  const int key = tiles.key(number), block = tiles.block(number, lane), slot = key % BLOCK_SIZE + lane;
+  const int rows = max(0, min(limit - key, TILE));
+  if (lane == 0) barrier_expect(barrier, rows * (HEAD_DIM * 2));
+  __syncwarp();
+  const u32 at = to + (values * TILE + lane) * PITCH;
+  if (lane < rows) {
+    copy_row(at,
+             values ? a.value + block * a.v_block + slot * a.v_slot + kv_head * a.v_head
+                    : a.key + block * a.k_block + slot * a.k_slot + kv_head * a.k_head,
+             HEAD_DIM * 2, barrier);
+  } else if (lane < TILE) {
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) store_zeros(at + piece * 16);
+  }
+}
+
 // Accumulators of one warp. Columns of scores and accumulators are query rows: a thread has columns 8 block + 2 (lane % 4) and the next.
 struct Sums {
   float acc[STEPS][ROW_BLOCKS][4];
@@ -139,19 +162,25 @@ struct Queries {
   }
 };
 
-// Update the accumulators with TILE keys from `key` on, in base 2 (the scale includes log2(e)).
-__device__ __forceinline__ void fold(
-    const DecodeArguments& a, const Chunk& chunk, const Queries& queries, Sums& sums, u32 from, int key, int first_row, int lane) {
-  float scores[ROW_BLOCKS][4] = {};
+// Compute the weights of TILE keys from `key` on, in base 2 (the scale includes log2(e)), and rescale the accumulators for them.
+__device__ __forceinline__ void weigh(const DecodeArguments& a, const Chunk& chunk, const Queries& queries, Sums& sums,
+                                      u32 (&weights)[ROW_BLOCKS][2], u32 from, int key, int first_row, int lane) {
+  float parts[CHAINS][ROW_BLOCKS][4] = {};
+  float(&scores)[ROW_BLOCKS][4] = parts[0];
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     const Matrices k = load_matrices(from + lane % 16 * PITCH + (2 * step + lane / 16) * 16);
 #pragma unroll
-    for (int n = 0; n < ROW_BLOCKS; ++n) multiply_add(scores[n], k, queries.part[step][n][0], queries.part[step][n][1]);
+    for (int n = 0; n < ROW_BLOCKS; ++n) {
+      multiply_add(parts[step % CHAINS][n], k, queries.part[step][n][0], queries.part[step][n][1]);
+    }
   }
-  u32 weights[ROW_BLOCKS][2];
 #pragma unroll
   for (int n = 0; n < ROW_BLOCKS; ++n) {
+    if (CHAINS == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] += parts[CHAINS - 1][n][i];
+    }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int row = first_row + 8 * n + lane % 4 * 2 + j;
@@ -183,6 +212,10 @@ __device__ __forceinline__ void fold(
     weights[n][0] = turned(to_pair(scores[n][0], scores[n][1]));  // [keys, rows] becomes [rows, keys], as the product wants it
     weights[n][1] = turned(to_pair(scores[n][2], scores[n][3]));
   }
+}
+
+// Add the values of a tile times their weights.
+__device__ __forceinline__ void fold(Sums& sums, const u32 (&weights)[ROW_BLOCKS][2], u32 from, int lane) {
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     const int row = lane / 16 * 8 + lane % 8, piece = 2 * step + lane / 8 % 2;
@@ -349,10 +382,23 @@ extern "C" __global__ void __launch_bounds__(hopper::THREADS) decode(const __gri
   if (chunk.seq < 0 || first_row >= chunk.query_len * GROUP) return;
 
   const u32 ring = shared_address(dynamic) + warp * (STAGES * STAGE);
+  // Two barriers of each tile in the rings: its keys and its values have arrived.
+  const u32 barriers = shared_address(dynamic) + WARPS * STAGES * STAGE + warp * (STAGES * 16);
+  if (BULK) {
+    if (lane < 2 * STAGES) barrier_init(barriers + 8 * lane, 1);
+    fence_barrier_init();
+    __syncwarp();
+  }
+  const auto load = [&](int number, int stage, bool values) {
+    if (number >= tiles.count) return;
+    if (BULK) copy_rows(a, tiles, ring + stage * STAGE, barriers + 16 * stage + 8 * values, number, kv_head, limit, values, lane);
+    else if (values) copy_tile(a, tiles, ring + stage * STAGE, number, kv_head, limit, lane);
+  };
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) {
-    if (stage < tiles.count) copy_tile(a, tiles, ring + stage * STAGE, stage, kv_head, limit, lane);
-    copies_commit();
+    load(stage, stage, false);
+    load(stage, stage, true);
+    if (!BULK) copies_commit();
   }
   const int new_tile = (at - chunk.start) / TILE, mine = brings && new_tile % WARPS == warp ? new_tile / WARPS : -1;
   NewRow fresh;
@@ -362,20 +408,29 @@ extern "C" __global__ void __launch_bounds__(hopper::THREADS) decode(const __gri
   Sums sums;
   sums.clear();
   int stage = 0;
+  u32 parity = 0, weights[ROW_BLOCKS][2];
 #pragma unroll 1
   for (int i = 0; i < tiles.count; ++i) {
-    const u32 tile = ring + stage * STAGE;
-    copies_wait<STAGES - 1>();
+    const u32 tile = ring + stage * STAGE, full = barriers + 16 * stage;
+    if (BULK) barrier_wait(full, parity);
+    else copies_wait<STAGES - 1>();
     __syncwarp();
     if (i == mine) {
+      if (BULK) barrier_wait(full + 8, parity);
       fresh.store(a, tile, tiles.block(i, lane), at % BLOCK_SIZE, kv_head, lane);
       __syncwarp();
     }
-    fold(a, chunk, queries, sums, tile, tiles.key(i), first_row, lane);
+    weigh(a, chunk, queries, sums, weights, tile, tiles.key(i), first_row, lane);
+    if (BULK) {
+      __syncwarp();  // all have read the keys
+      load(i + STAGES, stage, false);
+      barrier_wait(full + 8, parity);
+    }
+    fold(sums, weights, tile, lane);
     __syncwarp();  // all have read the tile
-    if (i + STAGES < tiles.count) copy_tile(a, tiles, tile, i + STAGES, kv_head, limit, lane);
-    copies_commit();
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    load(i + STAGES, stage, true);
+    if (!BULK) copies_commit();
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   __syncthreads();  // no ring is read any more
   float* const floats = reinterpret_cast<float*>(dynamic);

@@ -92,10 +92,16 @@ struct Told {
   }
 };
 
-template <int N>
-struct Later {
-  static constexpr int COUNT = N;
-};
+// Wait for the scores, and with APART release the key's first half before. LATER: groups of MMAs begun after them.
+template <int LATER>
+__device__ __forceinline__ void wait_for_scores(float (&scores)[KEYS / 2], u32 base, int stage, bool leads) {
+  if (APART) {
+    products_wait<LATER + 1>();
+    if (leads) let_go(base, stage, 0);
+  }
+  products_wait<LATER>();
+  pin(scores);
+}
 
 // The MMAs for the next tile's scores directly follow those for this tile's values. While the softmax runs, the other warpgroup uses the
 // tensor cores (Shah et al. 2024).
@@ -125,21 +131,12 @@ __device__ __forceinline__ void score_and_multiply(u32 base, const Given& argume
     if (leads) let_go(base, v.index, VALUE_PART);
     v.advance();
   };
-  // Wait for the scores, and with APART release the key's first half before. later: groups of MMAs begun after them.
-  const auto wait_for_scores = [&](auto later) {
-    if (APART) {
-      products_wait<later.COUNT + 1>();
-      if (leads) let_go(base, k.index, 0);
-    }
-    products_wait<later.COUNT>();
-    pin(scores);
-  };
 
   barrier_wait(base + LatentLayout::q_full, 0);
   pin(scores);
   products_begin();
   score_products(scores, base, k);
-  wait_for_scores(Later<0>());
+  wait_for_scores<0>(scores, base, k.index, leads);
   weigh_tile(work.first);
   tell_weights(work.first);
 #pragma unroll 1
@@ -153,7 +150,7 @@ __device__ __forceinline__ void score_and_multiply(u32 base, const Given& argume
       score_products(scores, base, k);
       wait_for_values();
       value_products(sums, weights, tile_at(base, v.index), 0);
-      wait_for_scores(Later<1>());
+      wait_for_scores<1>(scores, base, k.index, leads);
       grows = weigh_tile(tile);
       products_wait<0>();
       let_go_of_values();
@@ -171,7 +168,7 @@ __device__ __forceinline__ void score_and_multiply(u32 base, const Given& argume
         products_wait<APART ? 2 : 1>();
         let_go_of_values();
       }
-      wait_for_scores(Later<0>());
+      wait_for_scores<0>(scores, base, k.index, leads);
     }
     pin(sums);
     pin(weights);

@@ -22,6 +22,12 @@ __device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("pr
 __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// Let the copy engine copy to shared memory; the barrier counts the bytes. All arguments are multiples of 16, except the barrier.
+__device__ __forceinline__ void copy_row(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until all but the latest MOST groups of this thread have arrived.

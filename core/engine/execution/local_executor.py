@@ -42,10 +42,11 @@ from headway.core.engine.execution.model_runner import CompilationWatch, ModelRu
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.select.choice import plan_text
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import Kernels
 from headway.core.select.request import LayerSpecs, Workload
-from headway.core.select.selector import Selector, plan_text
+from headway.core.select.selector import Selector
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
@@ -262,10 +263,10 @@ class LocalExecutor:
             self._capture_graphs(self._recorder)
 
     def _settle(self, watch: CompilationWatch) -> None:
-        for _ in range(_MOST_ROUNDS):
+        for number in range(_MOST_ROUNDS):
             began = time.perf_counter()
             watch.take()
-            self.warmup.run()
+            self.warmup.run(complete=number > 0)
             compiled = watch.take()
             log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
             if not max(gathered(self._parts.ranks, [len(compiled)], self._device)[0]):

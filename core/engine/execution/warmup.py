@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from headway.core.contract.adapters import adapters_of
 from headway.core.contract.backend import Backends, Lengths, StepLimits, fits, powers
+from headway.core.contract.kernel import AHEAD
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import AttentionFunctions, Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -72,16 +75,23 @@ class WarmUp:
         self._num_pages = size.num_pages
         self._adapters = adapters_of(model)
         self._failed: set[str] = set()
+        self._reached: dict[AttentionSpec, list[tuple[Backends, Sequence[Lengths]]]] = {}
+        """Attention steps of the last complete run that reached a kernel for the first time while kernels were compiled ahead."""
         self._in_flight: Launched | None = None  # The last launched step
 
     @torch.inference_mode()
-    def run(self) -> None:
+    def run(self, complete: bool = True) -> None:
         """Run all steps once, and wait for them. Errors of backends are only logged, because a request's step would raise the
-        same error again."""
+        same error again.
+
+        complete: False to run attention only in the steps whose kernels the last complete run did not launch but compiled ahead.
+        """
         self._in_flight = None
-        one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
+        reached = self._reached
+        self._reached = {}
+        one_of = {spec.kind: spec for spec in reversed(self._attention.layers.distinct)}
         for spec in one_of.values():  # kernels are compiled per kind of layer; first, since attention kernels take longest
-            self._attend(spec)
+            self._attend(spec, self._attention_steps(spec) if complete else reached.get(spec, ()))
         if self._attention.states is not None:
             self._run_states(self._attention.states)
         for step in self._steps():
@@ -145,29 +155,37 @@ class WarmUp:
             ),
         )
 
-    def _attend(self, spec: AttentionSpec) -> None:
-        """Run attention of one layer of this spec's kind, with each backend that auto may choose in each phase."""
+    def _attend(self, spec: AttentionSpec, steps: Iterable[tuple[Backends, Sequence[Lengths]]]) -> None:
+        """Run attention of one layer of this spec's kind in steps with these backends."""
         layer = self._attention.specs.index(spec)
         q, k, v = self.layer_inputs(layer)
         group = next(group for group in self._groups if layer in group.layers)
-        selection = self._selector.selection
-        for phase in Phase:
-            laid_out: dict[tuple[Lengths, ...], AttentionMetadata] = {}  # several backends share most steps
-            for name in (selection.names[phase], *selection.others.get(phase, ())):
-                backends = self._selector.instances[name]
+        ahead = AHEAD.get()
+        for step, together in groupby(steps, itemgetter(1)):
+            metadata = self._metadata(step, group)
+            for backends, _ in together:
+                known = 0 if ahead is None else ahead.num_new
+                self._attend_once(layer, metadata, backends, (q, k, v))
+                if ahead is not None and ahead.num_new > known:
+                    self._reached.setdefault(spec, []).append((backends, step))
+
+    def _attention_steps(self, spec: AttentionSpec) -> Iterator[tuple[Backends, Sequence[Lengths]]]:
+        """Yield all attention steps of a layer, with each backend that auto may choose in each phase. The backends of a step
+        follow one another."""
+        for phase in reversed(Phase):  # kernels of decode take longest to compile
+            wanted: dict[tuple[Lengths, ...], list[Backends]] = {}
+            for backends in map(self._selector.instances.__getitem__, self._selector.selection.all_for(phase)):
                 for step in self._steps_of(spec, phase, backends):
                     for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
                         if fits(whole, self._limits):
-                            key = tuple(whole)
-                            if key not in laid_out:
-                                laid_out[key] = self._metadata(whole, group)
-                            self._attend_once(layer, laid_out[key], backends, (q, k, v))
+                            wanted.setdefault(tuple(whole), []).append(backends)
+            yield from ((backends, step) for step, users in wanted.items() for backends in users)
 
     def _run_states(self, states: LayersWithState) -> None:
         """Run one layer of each kind of state layer, in steps that reach all kernels of the backends."""
         for kind in states.kinds:
             layer = states.first_of(kind)
-            x, *gates = self.state_inputs(layer)
+            x, *gates = self.layer_inputs(layer, of_state=True)
             for phase in Phase:
                 for lengths in states.serving_in(kind, phase).warmup_steps(phase, self._limits):
                     if not fits(lengths, self._limits):
@@ -186,17 +204,14 @@ class WarmUp:
             yield from self._selector.gathering[spec].warmup_steps(phase, self._limits)
 
     def _metadata(self, lengths: Sequence[Lengths], group: CacheGroup) -> AttentionMetadata:
-        counts = numpy.array([-(-(each.query_len + each.context_len) // self._block_size) for each in lengths])
+        query_lens, context_lens, drafts = numpy.array(lengths, dtype=numpy.int32).T
+        counts = -(-(query_lens + context_lens) // self._block_size)
         blocks = group.blocks_of(self._pages(int(counts.max()) * self._block_size, group))[: counts.max()]
-        return AttentionMetadata.build(
-            [each.query_len for each in lengths],
-            [each.context_len for each in lengths],
-            numpy.where(numpy.arange(len(blocks)) < counts[:, None], blocks, numpy.int32(0)),
-            self._block_size,
-            self._device,
-            num_draft_tokens=[each.num_drafts for each in lengths],
-            num_blocks=self._attention.num_blocks(group),
-        )
+        tables = [numpy.where(numpy.arange(len(blocks)) < counts[:, None], blocks, numpy.int32(0))]
+        num_blocks = [self._attention.num_blocks(group)]
+        return AttentionMetadata.build_groups(
+            query_lens, context_lens, tables, self._block_size, self._device, drafts + 1, num_blocks
+        )[0]
 
     def _attend_once(self, layer: int, metadata: AttentionMetadata, backends: Backends, tensors: Sequence[Tensor]) -> None:
         try:
@@ -229,44 +244,25 @@ class WarmUp:
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
 
-    def layer_inputs(self, wanted: int) -> list[Tensor]:
-        """Return zero tensors for q, k and v of a layer in the largest step, with the strides that the model uses."""
+    def layer_inputs(self, wanted: int, of_state: bool = False) -> list[Tensor]:
+        """Return zero tensors with the strides that the model uses, for the largest step: q, k and v of an attention layer, or
+        input and gates of a layer with a state. Views of one allocation still share memory."""
         seen: list[Tensor] = []
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if layer == wanted:
+            if layer == wanted and not of_state:
                 seen.extend((q, k, v))
             return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
 
-        few = torch.zeros(2, dtype=torch.int64, device=self._device)
-
         def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
             assert self._attention.states is not None
-            return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
-
-        # int32 positions, as a decode graph passes them:
-        self._model(few, few.int(), AttentionFunctions(attention, state))
-        return self._lengthened(seen)
-
-    def state_inputs(self, wanted: int) -> list[Tensor]:
-        """Return zero tensors for the input and gates of a state layer in the largest step, with the model's strides."""
-        seen: list[Tensor] = []
-
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
-
-        def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-            assert self._attention.states is not None
-            if layer == wanted:
+            if layer == wanted and of_state:
                 seen.extend((x, *gates))
             return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
 
         few = torch.zeros(2, dtype=torch.int64, device=self._device)
+        # int32 positions, as a decode graph passes them:
         self._model(few, few.int(), AttentionFunctions(attention, state))
-        return self._lengthened(seen)
-
-    def _lengthened(self, seen: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors lengthened to the largest step. Views of one allocation still share memory."""
         memory: dict[int, Tensor] = {}
         found = []
         for tensor in seen:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import BackendError
-from headway.core.contract.kernel import AHEAD
+from headway.core.contract.kernel import AHEAD, Ahead
 
 Value = int | numpy.int32 | numpy.float32 | bytes
 """Kernel argument. An int is a pointer or a long long, and bytes are a struct passed by value, such as a tensor map."""
@@ -227,6 +227,7 @@ class CompiledKernel:
         self._attributes: dict[Any, int] = {}
         """Driver's name of each attribute to set on the function -> value of the attribute."""
         self._shared_limit = _UNASKED_SHARED
+        self._called_in: Ahead | None = None
         self._kernel: Any = None
         self._function: Any = None
         """CUkernel, which the driver accepts instead of a CUfunction. None until the kernel is loaded."""
@@ -263,7 +264,10 @@ class CompiledKernel:
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
         """Launch on torch's current stream of the device, without synchronising. arguments: may be changed when this returns."""
-        if AHEAD.get() is not None:
+        if (ahead := AHEAD.get()) is not None:
+            if self._function is None and self._called_in is not ahead:
+                ahead.num_new += 1
+                self._called_in = ahead
             return
         if self._function is None:
             self.load()

@@ -15,7 +15,7 @@ import torch
 
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.kernel import AHEAD, announce_compilation
-from headway.core.system.files import kernel_folders, warn_unwritable, write_whole
+from headway.core.system.files import kernel_folders, one_process, warn_unwritable, write_whole
 from headway.kernels.runtime.nvrtc.compiler import Compiler, Variant, architecture, find_compiler
 from headway.kernels.runtime.nvrtc.launch import CompiledKernel
 
@@ -49,19 +49,24 @@ def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
 def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
     """Return a variant's cubin from the disk cache, or compile and cache it.
 
-    The file is written atomically. Processes that compile the same variant at the same time waste half a second, but never read a
-    partial file. A damaged file is replaced by a new compilation. If the folder is read-only or full, every process compiles the
-    variant and warns once.
+    The file is written atomically. If several processes need the same variant, one compiles it and the others wait for the file.
+    A damaged file is replaced by a new compilation. If the folder is read-only or full, every process compiles the variant and
+    warns once.
     :raises BackendError: if the source does not compile.
     """
     path = compiled_path(variant, arch, compiler)
     cubin = _read(path)
     if cubin is not None:
         return Built(cubin, path, 0.0)
-    began = time.perf_counter()
-    cubin = variant.compile(arch, compiler)
-    seconds = time.perf_counter() - began
-    cached = _write(path, cubin)
+    damaged = path.exists()
+    with one_process(path):
+        cubin = None if damaged else _read(path)
+        if cubin is not None:
+            return Built(cubin, path, 0.0)
+        began = time.perf_counter()
+        cubin = variant.compile(arch, compiler)
+        seconds = time.perf_counter() - began
+        cached = _write(path, cubin)
     log.info("%s: compiled %s for %s with %s in %.1f s", variant.owner, variant, arch, compiler.name, seconds)
     return Built(cubin, path if cached else None, seconds)
 

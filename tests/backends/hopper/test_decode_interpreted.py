@@ -93,7 +93,7 @@ def test_several_tokens_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("order", [IN_TURN, SOME])
-@pytest.mark.parametrize(("name", "block_size"), [("plain", 16), ("float16, hnd", 48), ("sinks", 256)])
+@pytest.mark.parametrize(("name", "block_size"), [("plain", 16), ("float16, hnd", 48), ("sinks", 256), ("heads of 512", 16)])
 def test_new_tokens_are_written(monkeypatch: pytest.MonkeyPatch, name: str, block_size: int, order: int) -> None:
     decode_by_the_host(monkeypatch, order)
     asked = FEATURES[name]

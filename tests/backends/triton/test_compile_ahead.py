@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from headway.core.contract.layout import NHD, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 from headway.core.system import files
-from headway.kernels.runtime.compile_ahead import BuildLaunchers, compile_with_triton
+from headway.kernels.runtime.compile_ahead import compile_and_build, compile_with_triton
 from headway.kernels.runtime.triton_cache import KernelCache, use_kernel_cache
 from headway.kernels.runtime.triton_launch import Compiled, Launcher, Workspace, specialised
 
@@ -40,8 +39,7 @@ def test_a_kernel_and_its_launcher_are_built_together(monkeypatch: pytest.Monkey
     built: list[Any] = []
     kernel = SimpleNamespace(src="source", metadata="metadata")
     monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=lambda *parts: built.append(parts)), raising=False)
-    with ThreadPoolExecutor(2) as pool:
-        assert BuildLaunchers(pool).submit(lambda: kernel).result() is kernel
+    assert compile_and_build("key", lambda: kernel) is kernel
     assert built == [("source", "metadata")]
 
 
@@ -50,16 +48,15 @@ def test_a_launcher_that_cannot_be_built_is_left_to_the_launch(monkeypatch: pyte
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=fail), raising=False)
-    with ThreadPoolExecutor(2) as pool:
-        assert BuildLaunchers(pool).submit(lambda: SimpleNamespace(src=1, metadata=2)).result().src == 1
+    assert compile_and_build("key", lambda: SimpleNamespace(src=1, metadata=2)).src == 1
 
 
 def test_a_kernel_that_does_not_compile_fails_as_it_would_alone() -> None:
     def fail() -> None:
         raise ValueError("does not compile")
 
-    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="does not compile"):
-        BuildLaunchers(pool).submit(fail).result()
+    with pytest.raises(ValueError, match="does not compile"):
+        compile_and_build("key", fail)
 
 
 def test_inside_launches_start_nothing_and_each_key_is_compiled_once() -> None:

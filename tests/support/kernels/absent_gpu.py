@@ -120,7 +120,7 @@ def absent_gpu(capability: Capability, whole: bool = True) -> Iterator[Compilati
             stack.enter_context(patch.object(owner, name, value, create=True))
         builtin_classes.cache_clear()  # classes that can run here, which a GPU changes
         stack.callback(builtin_classes.cache_clear)
-        stack.callback(AHEAD.reset, AHEAD.set(SimpleNamespace()))  # type: ignore[arg-type]
+        stack.callback(AHEAD.reset, AHEAD.set(SimpleNamespace(num_new=0)))  # type: ignore[arg-type]
         stack.enter_context(_OnMeta())
         yield found
 

@@ -276,9 +276,7 @@ inline void __syncthreads() { host::meet(host::of_block[host::own_block()], host
 inline void __syncwarp() { host::meet(host::of_warp[host::current / 32], 32); }
 inline void __threadfence() {}
 template <typename T>
-T __ldcg(const T* from) {
-  return *from;
-}
+T __ldcg(const T* from) { return *from; }
 template <typename T>
 void __stcg(T* to, T value) {
   *to = value;

@@ -12,14 +12,15 @@ inline u16 warp_half(float value) { return HALF_IS_BF16 ? host::to_bfloat16(valu
 
 inline void prefetch_line(const void* at) { host::check(at, 2); }
 inline void copy_16(u32 to, const void* from, u32 bytes) { host::copy(to, from, bytes, 16); }
+inline void copy_row(u32 to, const void* from, u32 bytes, u32 barrier) {
+  for (u32 i = 0; i < bytes; i += 16) host::awaited_at(barrier).ask({host::shared(to + i, 16), static_cast<const char*>(from) + i, 16});
+}
 inline void copies_commit() {
   host::groups[host::current].push_back(host::begun[host::current]);
   host::begun[host::current].clear();
 }
 template <int MOST>
-void copies_wait() {
-  host::arrive(MOST);
-}
+void copies_wait() { host::arrive(MOST); }
 template <typename T>
 T load_stored(const T* from) {
   host::check(from, sizeof(T));
