@@ -28,8 +28,11 @@ import headway.kernels.lora
 import headway.kernels.sampling
 import headway.kernels.step
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu, most_local_bytes
+from attention_layer import AttentionLayer
 from headway.backends.states.triton.backend import TritonStates
+from headway.core.contract.layout import NHD
 from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
 from headway.kernels.linear.choice import spec_of
 from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.tile_kernels import Tiles
@@ -42,6 +45,7 @@ from launched_kernels import (
     FP16,
     FP32,
     GPU,
+    LIMITS,
     ROWS,
     STATES,
     STEPS,
@@ -229,6 +233,17 @@ def test_attention_compiles(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
         attend(*ATTENTION[name])
     check(found)
+
+
+@pytest.mark.parametrize("head_dim", [256, *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 128))])
+def test_verification_of_32_rows_does_not_spill(head_dim: int) -> None:
+    """With twice the partial results per merge step, Triton 3.6 spills for each of these heads, and Triton 3.9 for 256."""
+    with absent_gpu(HOPPER) as found:
+        layer = AttentionLayer(AttentionSpec(32, 8, head_dim, head_dim**-0.5, BF16, GPU), NHD, 16, LIMITS)
+        layer.step([8], [8000], [7])
+    check(found)
+    (compiled,) = (each for (name, *_), each in found.variants.items() if name == "split_kv_decode")
+    assert most_local_bytes(compiled.asm["cubin"]) == 0
 
 
 @pytest.mark.slow

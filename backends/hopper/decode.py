@@ -62,17 +62,17 @@ class Ring:
 
 
 def config_of(head_dim: int) -> DecodeConfig:
-    """Return the cost model's parameters, which were fitted on an H100 to 16 query heads and 8 kv heads of 128 elements. For rows
-    of more than 256 elements they are estimates. merge_launch_us is the time to count and read the parts, or of a launch that
-    merges."""
+    """Return the cost model's parameters. They were fitted on an H200 to 8 kv heads of 64, 128 and 256 elements, and are
+    estimates for longer rows. tile_us is the time of one warp's tile, because warps do not wait for each other. wave_us grows
+    with the bytes in the rings. merge_launch_us is the time to count and read the parts, or of a launch that merges."""
     ring, wide = Ring.of(head_dim), head_dim > HEAD_DIMS[-1]
     return DecodeConfig(
         block_n=32 if wide else ring.keys,
         num_warps=ring.warps,
         num_stages=ring.stages,
         residents=1,
-        tile_us=1.17 if wide else 1.17 * ring.keys / 128,
-        wave_us=3.0 if wide else 0.9,
+        tile_us=1.17 if wide else 1.6,
+        wave_us=3.0 if wide else 6.0 * ring.keys * head_dim / 128**2,
         merge_us=0.03 if wide else 0.28,
         merge_row_us=0.0,
         merge_launch_us=2.0 if wide else 1.6,

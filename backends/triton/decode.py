@@ -319,7 +319,8 @@ class Decode:
             **addressing.constants,
             "PAIRS": pairs and (not INTERPRETED or self._scaled),  # FP8 is unpacked by inline PTX
             "SPLIT": plan.chunks.split,
-            "MERGED": max(1, min(8, 4096 * self._num_warps(plan) // (plan.rows * self._layer.block_dv))),
+            # Independent of the number of warps that hold the rows: more partial results at a time spill with 32 or more rows.
+            "MERGED": max(1, min(8, 4096 // (plan.rows * min(self._layer.block_dv, 128)))),
             "FAN": 0 if plan.merges_apart else FAN,
             "STAGES": plan.config.num_stages,
             "PDL": early,

@@ -192,8 +192,10 @@ def expected_us(
     """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
+    parts = -(-tiles // each)
     shared_us = multiprocessors * config.block_n * key_bytes / config.bytes_per_us  # one tile on every SM at once
-    programs = items * tiles / each / multiprocessors
+    # The last program of a sequence is shorter. If an SM runs only one program at a time, it takes a place nevertheless.
+    programs = items * (parts if config.residents == 1 else tiles / each) / multiprocessors
     waves = math.floor(programs / config.residents)
     rest = programs - waves * config.residents
     time = waves * (each * math.hypot(config.tile_us, config.residents * shared_us) + config.wave_us)
@@ -201,7 +203,6 @@ def expected_us(
         tile_us = max(math.hypot(config.tile_us, rest * shared_us), math.ceil(rest) * config.busy_us)
         time += each * tile_us + config.wave_us
     merge_us = config.merge_us + config.merge_row_us * rows
-    parts = -(-tiles // each)
     if parts > FAN and not config.merge_launch_us:
         parts = FAN + -(-parts // FAN) + FAN_ROUND
     return time + (config.merge_launch_us + merge_us * parts if splits > 1 else 0.0)

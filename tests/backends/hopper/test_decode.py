@@ -12,6 +12,7 @@ from headway.backends.hopper.decode import HopperDecoding, Ring, row_blocks, sha
 from headway.backends.hopper.latent import HeadTile, HopperLatent
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, SHARED_BYTES
 from headway.backends.triton.chunk_kernel import Chunks
+from headway.backends.triton.decode import DecodePlan
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -72,15 +73,42 @@ def test_it_claims_decode_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> 
     assert "9.0" in reasons(layer())
 
 
-@pytest.mark.parametrize("kv_lens", [[640], [9000, 3, 70], [2] * 300, [32000]])
-def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, kv_lens: list[int]) -> None:
+def planned(monkeypatch: pytest.MonkeyPatch, kv_lens: list[int], heads: str) -> tuple[HostDecode, DecodePlan]:
     decode_by_the_host(monkeypatch, 0, multiprocessors=132)
     monkeypatch.setattr("headway.backends.triton.chunk_kernel.Chunks.cut", lambda *_: None)  # which is launched
-    made = HostDecode(layer(device=torch.device("cpu")), NHD, 16)
+    made = HostDecode(layer(heads, device=torch.device("cpu")), NHD, 16)
     tables = [list(range(-(-length // 16))) for length in kv_lens]
     step = AttentionMetadata.build([1] * len(kv_lens), [length - 1 for length in kv_lens], tables, 16, "cpu")
     assert step.decode is not None
-    assert made.plan(step.decode).partial.nbytes <= made.workspace_bytes(4096, len(kv_lens))
+    return made, made.plan(step.decode)
+
+
+@pytest.mark.parametrize("kv_lens", [[640], [9000, 3, 70], [2] * 300, [32000]])
+def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, kv_lens: list[int]) -> None:
+    made, plan = planned(monkeypatch, kv_lens, "16/8/128")
+    assert plan.partial.nbytes <= made.workspace_bytes(4096, len(kv_lens))
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "kv_len", "programs"),
+    [
+        ("16/8/256", 1, 362, 48),  # a tile of keys each
+        ("16/8/256", 3, 512, 96),
+        ("16/8/256", 4, 512, 128),
+        ("16/8/256", 8, 1024, 128),
+        ("16/8/128", 1, 65536, 128),
+        ("16/8/128", 6, 1024, 96),  # 144 would take two waves
+        ("32/8/128", 9, 815, 72),
+        ("16/8/128", 1, 256, 8),  # merging would take longer than the second tile
+        ("32/8/64", 1, 65536, 128),
+        ("16/8/128", 24, 1024, 192),
+    ],
+)
+def test_few_sequences_are_split_over_one_wave(
+    monkeypatch: pytest.MonkeyPatch, heads: str, batch: int, kv_len: int, programs: int
+) -> None:
+    _, plan = planned(monkeypatch, [kv_len] * batch, heads)
+    assert batch * plan.items * plan.chunks.splits == programs
 
 
 TILES = (128, 64, 2), (16, 64, 1), (20, 16, 1), (128, 48, 1), (96, 256, 2)
