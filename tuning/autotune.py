@@ -31,10 +31,9 @@ from headway.tuning.measure.device import identify_device, rates_of
 from headway.tuning.measure.find_table import TunedLayer, find_table, log_excluded, misfits, suffices, used_table
 from headway.tuning.measure.kinds import MeasuredKind, kind_of, measured_kind
 from headway.tuning.measure.points import Point
-from headway.tuning.measure.prior_check import Extent
 from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
-from headway.tuning.measure.self_test import owners, plugin_digest
-from headway.tuning.measure.timing import InterleavedTimer, SharedBudget
+from headway.tuning.measure.self_test import launch, owners, plugin_digest
+from headway.tuning.measure.timing import InterleavedTimer, SharedBudget, on_device
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import Prior, TableError, read_table, table_folder, table_path
 from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, SpecRecord
@@ -128,14 +127,21 @@ def costs_for(
         budget = SharedBudget(0.0 if only_named else table_request.seconds(layers.device), len(specs))
     clean(table_folder())
     found: dict[Any, CostTable] = {}
-    for spec in specs:
-        phases = layers.phases_of(spec) if kind is ATTENTION else tuple(Phase)
-        layer = RegisteredLayer.of(registry, spec, device, available, phases, compile_ahead, table_request.when(device.type))
+    phases = {spec: layers.phases_of(spec) if kind is ATTENTION else tuple(Phase) for spec in specs}
+    tuned = [
+        RegisteredLayer.of(registry, spec, device, available, phases[spec], compile_ahead, table_request.when(device.type))
+        for spec in specs
+    ]
+    if compile_ahead is not None and len(specs) > 1 and not only_named:
+        with torch.no_grad(), on_device(layers.device), compile_ahead():
+            for layer in tuned:
+                layer.compile_self_test()
+    for spec, layer in zip(specs, tuned, strict=True):
         with budget.part() as seconds:
             table = layer.named(named) if only_named else find_table(layer, seconds)
         if table is None:
             return None
-        found[spec] = to_costs(table, phases=phases)
+        found[spec] = to_costs(table, phases=phases[spec])
     return found
 
 
@@ -202,6 +208,13 @@ class RegisteredLayer(TunedLayer):
         entries = self.registry.of(self.measured.kind).entries
         return [name for name in names if entries[name].owner != BUILTIN_OWNER]
 
+    def compile_self_test(self) -> None:
+        """Compile the built-in kernels of the self-test that the start will run, together with those of other layers."""
+        if self.checks_later and self.stored is None:
+            names = [name for name in self.kernels if name not in self.must_measure(self.kernels)]
+            pairs = self.measured.pairs(preferred_layouts(self.registry, self.kernels, self.measured.spec), BLOCK_SIZES)
+            launch(self.registry, names, self.measured.spec, pairs)
+
     def repaired(self, table: CrossoverTable) -> list[str]:
         failed = {record.name for record in table.kernels if record.available and record.reason}
         failed |= {cell.kernel for cell in table.cells if cell.status in ("error", "incorrect")}
@@ -245,7 +258,7 @@ class RegisteredLayer(TunedLayer):
         return left
 
     def measure(
-        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
+        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool
     ) -> CrossoverTable | None:
         measured, path = self.measured, table_path(self.device, self.record)
         kind, spec = measured.kind, measured.spec
@@ -264,9 +277,6 @@ class RegisteredLayer(TunedLayer):
             command=f"autotune {seconds:g} s",
             compile_ahead=self.compile_ahead,
         )
-        if prior is not None:
-            extent = Extent.of(prior.table, measured.pairs(layouts, BLOCK_SIZES), self.kernels)
-            options = replace(options, refine=0, layouts=extent.layouts, block_sizes=extent.block_sizes, given_up=extent.given_up)
         try:
             if resume and old is not None:
                 old = self._without_missing(old, path)

@@ -52,8 +52,8 @@ class Ring:
     @classmethod
     def of(cls, head_dim: int) -> Ring:
         """Return the ring that was fastest on an H100 for head_dim 128. With longer rows, shared memory has space for only half
-        the warps, or for six tiles of 33 KB, whose keys are replaced while their values are multiplied."""
-        return cls(8, 2) if head_dim <= 128 else cls(4, 3) if head_dim <= 256 else cls(6, 1)
+        the warps, or for four tiles of 33 KB, whose keys are replaced while their values are multiplied."""
+        return cls(8, 2) if head_dim <= 128 else cls(4, 3) if head_dim <= 256 else cls(4, 1)
 
     @property
     def keys(self) -> int:

@@ -26,6 +26,7 @@ from headway.core.select.costs import Shape, StepCosts
 from headway.core.select.kernels import Placement
 from headway.core.select.request import LayerSpecs, Workload
 from headway.core.select.selector import Selector
+from headway.core.speculation.proposers import is_captured
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
@@ -35,7 +36,6 @@ from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.kinds import GRAPH_LEN, measured_kind
 from headway.tuning.measure.measure_point import Bench, measure_point
 from headway.tuning.measure.points import Point, held_out
-from headway.tuning.measure.prior_check import as_replay
 from headway.tuning.measure.timing import InterleavedTimer, on_device
 from headway.tuning.table.convert import CORE_PHASE, source_of, to_costs
 from headway.tuning.table.noise import MOST_DRIFT, launch_us
@@ -239,6 +239,14 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
         if trial is not None:
             trials.append(trial)
     return _report(table, table.device, f"leave one out, {shown.where}", layers, 0, trials, [])
+
+
+def as_replay(cell: Cell) -> Cell:
+    """Return a verify cell as a graph replay if engines replay such a step. Tables before 2026-11-27 timed verification without a
+    graph, so only the device time of such a cell is used."""
+    if cell.graph or cell.phase != "verify" or not is_captured(cell.batch, cell.query_len):
+        return cell
+    return cell.model_copy(update={"graph": True, "host_us": None})
 
 
 def derived_regret(table: CrossoverTable, sources: Sequence[CrossoverTable], layers: int = LAYERS) -> RegretReport:

@@ -334,8 +334,8 @@ def explain(
 
     if block_size is not None:
         check_block_size(block_size, "--block-size")
-    kind = _layers(model, geometry, layers, dtype, device).with_cache(kv_cache_dtype)
-    registry, request = create_registry(plugin or ()), BackendRequest.parse(attn_backend)
+    kind, registry = _layers(model, geometry, layers, dtype, device).with_cache(kv_cache_dtype), create_registry(plugin or ())
+    request = BackendRequest.parse(attn_backend)
     check_names(registry, request, kv_layout)
     asked, shape = Workload.parse(workload), _shape(phase, batch, query_len, length)
     if kind.cached and shape.phase not in kind.phases:
@@ -345,15 +345,8 @@ def explain(
     for option, draft in (("attn_backend", request.names_kind("draft")), ("kv_cache_dtype", "draft=" in kv_cache_dtype)):
         if draft:
             raise ConfigError(option, "kinds of the model's own layers", "draft", "an engine with a draft model logs its plan")
-    selector = Selector(
-        registry,
-        kind,
-        request,
-        kv_layout=kv_layout,
-        block_size=block_size,
-        costs=costs if len(costs) == len(tables) else None,
-        workload=asked,
-    )
+    known = costs if len(costs) == len(tables) else None
+    selector = Selector(registry, kind, request, kv_layout=kv_layout, block_size=block_size, costs=known, workload=asked)
     plain, sections = _explain_kinds(selector, kind, shape, tables, registry.able(kind.device))
     plan = selector.plan() if kind.cached else []
     if tensor_parallel_size > 1:
@@ -365,7 +358,7 @@ def explain(
         sections.append(section)
         plan += rows
     plain["plan"] = [row._asdict() for row in plan]
-    sections += [Section("plan", summary=plan_text(plan).splitlines())] if plan else []
+    sections += [Section("plan", summary=plan_text(plan).splitlines())] * bool(plan)
     _print(plain, sections, all_backends, as_json)
 
 
@@ -482,8 +475,7 @@ def _row_in_words(cell: Cell, prior: PriorRecord | None) -> str:
 
 
 def _prior_in_words(prior: PriorRecord) -> list[str]:
-    titles = {"other there:": prior.differs, "not used around": prior.disagreed, "corrected around": prior.corrected}
-    return [f"prior: {prior}", *(f"  {title} {line}" for title, lines in titles.items() for line in lines)]
+    return [f"prior: {prior}", *(f"  other there: {line}" for line in prior.differs)]
 
 
 def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:

@@ -247,12 +247,11 @@ def kept_names() -> set[str]:
     return {cell.kernel for cell in kept().cells}
 
 
-def test_a_backend_without_times_is_measured_at_a_few_points(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backend_without_times_is_measured_with_all_others(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     start(registry=with_backend("newcomer"), speed=1.0)
-    assert "the times are checked by measuring, because they do not contain newcomer" in caplog.text
-    assert kept().prior.checked
-    assert not kept().derived
-    assert {"measured", "derived"} <= {cell.source for cell in kept().cells}
+    assert "these times are not used, because they do not contain newcomer" in caplog.text
+    assert kept().prior is None
+    assert {cell.source for cell in kept().cells} == {"measured"}
 
 
 def test_another_gpu_of_the_same_architecture_scales_the_times(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -273,45 +273,6 @@ def shipped(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
     return target
 
 
-def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
-    twice = Bench({name: lambda rows, cost=cost: 2 * cost(rows) for name, cost in COSTS.items()})
-    choose_linear_kernels([kind := twice.kind(layers())], 60.0, timer=TableTimer(bench=twice))
-    assert (kind.kernel_for(1), kind.kernel_for(64)) == ("kernel n64", "scaled_mm")
-    assert "it differs in torch: 1.0 there" in caplog.text
-    assert kind.source.startswith("shipped table of ")
-    assert ", checked here " in kind.source
-    (path,) = cache.glob("*.json")
-    kept, before = read_table(path, "linear"), read_table(shipped, "linear")
-    assert kept.prior is not None
-    assert kept.prior.checked == ["rows 1", "rows 64", "rows 8192"], "the ends, and where another is the fastest"
-    assert not kept.prior.disagreed
-    doubled = [2 * us for us in to_times(before, ROW_COUNTS)["scaled_mm"] if us is not None]
-    assert to_times(kept, ROW_COUNTS)["scaled_mm"] == pytest.approx(doubled)
-    assert {cell.case for cell in kept.cells if cell.source == "measured"} == {"1", "64", "8192"}
-    assert kept.device.torch == torch.__version__
-    runs = twice.runs
-    full = Bench(COSTS)
-    shipped.unlink()
-    path.unlink()
-    choose_linear_kernels([full.kind(layers())], 60.0, timer=TableTimer(bench=full))
-    assert runs < full.runs / 2
-
-
-def test_around_where_shipped_times_are_wrong_all_is_measured(
-    cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = Bench({**COSTS, "scaled_mm": lambda rows: 300.0})
-    choose_linear_kernels([kind := other.kind(layers())], 60.0, timer=TableTimer(bench=other))
-    assert kind.kernel_for(64) == "kernel n64"
-    assert "the prior is not used near rows 64: scaled_mm takes " in caplog.text
-    (path,) = cache.glob("*.json")
-    kept = read_table(path, "linear")
-    assert not any(cell.source == "prior" for cell in kept.cells if cell.batch in (16, 32, 64, 128, 256))
-    assert {cell.batch for cell in kept.cells} == set(ROW_COUNTS), "what lacks was measured"
-    for count, us in zip(ROW_COUNTS, to_times(kept, ROW_COUNTS)["scaled_mm"], strict=True):
-        assert us == pytest.approx(300.0), count
-
-
 @pytest.mark.usefixtures("cache", "shipped")
 def test_shipped_times_serve_unchecked_where_nothing_may_be_measured(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(COSTS)

@@ -25,7 +25,6 @@ from headway.tuning.measure.measure_point import new_cell
 from headway.tuning.measure.points import Point, counted_points
 from headway.tuning.measure.timing import Budget, Timing
 from headway.tuning.table.convert import source_of, to_times
-from headway.tuning.table.files import Prior
 from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, KernelRecord, RanksRecord
 
 if TYPE_CHECKING:
@@ -143,11 +142,9 @@ class SumLayer(CountedLayer):
     def time(self, calls: Sequence[Callable[[], object]]) -> list[Timing | Exception]:
         return [time_sum(self.ranks, call) for call in calls]
 
-    def measure(
-        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
-    ) -> CrossoverTable:
+    def measure(self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool) -> CrossoverTable:
         """Measure all points regardless of the budget: ranks that stop at different points would wait for each other."""
-        return super().measure(wanted, math.inf, old, resume=resume, prior=prior)
+        return super().measure(wanted, math.inf, old, resume=resume)
 
     def agree(self, counts: Collection[int] | None) -> list[int] | None:
         """Return the sizes that rank 0 measures next, or None at the end. counts: sizes that rank 0 requests; ignored on other

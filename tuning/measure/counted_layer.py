@@ -27,7 +27,7 @@ from headway.tuning.measure.points import Point
 from headway.tuning.measure.self_test import record_of
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
 from headway.tuning.table.convert import source_of, to_times
-from headway.tuning.table.files import Prior, table_path
+from headway.tuning.table.files import table_path
 from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, KernelRecord, LayerRecord
 
@@ -114,9 +114,7 @@ class CountedLayer(TunedLayer):
         us = to_times(table, axis.counts)
         return AxisTimes(axis, {name: us[name] for name in self.kernels}, source_of(table))
 
-    def measure(
-        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
-    ) -> CrossoverTable:
+    def measure(self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool) -> CrossoverTable:
         """Measure points, smallest count first. When a table is completed, its points are not measured again."""
         done = {cell.point for cell in old.cells} if resume and old is not None else set()
         wanted = [point for point in wanted if point.key not in done]

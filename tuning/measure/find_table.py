@@ -1,4 +1,4 @@
-"""Selection of a layer's table at a start: a stored table that fits, else a shipped table after a check, else a new measurement.
+"""Selection of a layer's table at a start: a stored table that fits, else a shipped or derived one, else a new measurement.
 
 All kinds of operations use this module. A faulty or stale table never ends a start: the faulty line or the difference is logged.
 """
@@ -6,7 +6,6 @@ All kinds of operations use this module. A faulty or stale table never ends a st
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 from headway.tuning.measure.points import Point
-from headway.tuning.measure.prior_check import adopt, check_points
 from headway.tuning.measure.timing import MOST_COMPILING
 from headway.tuning.table.compare import differences, remarks
 from headway.tuning.table.files import Prior, TableError, as_adopted, find_prior, stored_table, table_path
@@ -54,8 +52,7 @@ class TunedLayer(ABC):
         """The shipped table (prior) if it can be used here, else None. The log lists the differences of the machine that measured
         it.
 
-        Along a single axis, a check of a few points does not reveal a kernel that wins between these points. Such a shipped table
-        is therefore used only if it contains all kernels.
+        Along a single axis, a shipped table is used only if it contains all kernels.
         """
         try:
             prior = find_prior(self.device, self.record, self.owners)
@@ -89,13 +86,12 @@ class TunedLayer(ABC):
 
     @abstractmethod
     def measure(
-        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool, prior: Prior | None = None
+        self, wanted: Sequence[Point], seconds: float, old: CrossoverTable | None, *, resume: bool
     ) -> CrossoverTable | None:
         """Measure points, then store and return the table; None if nothing could be measured. Without points, run only the
         self-test, and return a table without times, which is not stored.
 
-        old: stored table that fits; it is returned if nothing can be measured. resume: True to complete `old`. prior: shipped
-        table that the points check; only kernels that may win are then measured. None measures all kernels.
+        old: stored table that fits; it is returned if nothing can be measured. resume: True to complete `old`.
         """
 
     def missed(self, unknown: Collection[str]) -> list[str]:
@@ -126,14 +122,6 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
         log.warning(text, path, ", ".join(repaired))
     _announce(layer, seconds, None if repaired else table)
     return layer.measure(layer.wanted, seconds, table, resume=not repaired)
-
-
-def first_points(layer: TunedLayer) -> Sequence[Point]:
-    """Return the points that a start measures first: no points if a table is stored, the points that check a shipped table if one
-    can be used, else all points."""
-    if layer.stored is not None:
-        return ()
-    return layer.wanted if layer.prior is None else check_points(layer.prior.table, layer.wanted, layer.kernels)
 
 
 def usable_table(
@@ -202,24 +190,24 @@ def used_table(layer: TunedLayer, table: CrossoverTable, path: Path) -> Crossove
 
 
 def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
-    """Return the table of a layer that has no stored table: a shipped table that was checked, a table derived from one of another
-    layer or GPU, or a table measured in full."""
+    """Return the table of a layer that has no stored table: a shipped table, a table derived from those of other layers or GPUs,
+    or a table measured in full."""
     prior = layer.prior or layer.derived(seconds)
     if prior is not None and seconds <= 0:
         if missed := layer.missed(prior.unknown(layer.kernels)):
             log.info("auto: the %s does not contain %s and is not used unchecked", prior.record().made, ", ".join(missed))
         return None if missed else prior.unchecked()
-    if prior is not None:
-        return (_tested if layer.checks_later else _checked)(layer, prior, seconds)
+    if prior is not None and layer.checks_later and (table := _tested(layer, prior)) is not None:
+        return table
     if seconds <= 0:
         return None
     _announce(layer, seconds, None)
     return layer.measure(layer.wanted, seconds, None, resume=False)
 
 
-def _tested(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
-    """Run the self-test of all kernels, and return the prior's times of those that pass. If a kernel that the user installed
-    passes and has no times, check the prior by measuring a few points.
+def _tested(layer: TunedLayer, prior: Prior) -> CrossoverTable | None:
+    """Run the self-test of all kernels, and return the prior's times of those that pass. Return None if all must be measured: a
+    kernel that the user installed passes, but has no times.
 
     The table is stored, so that later starts skip the self-test.
     """
@@ -233,56 +221,17 @@ def _tested(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable |
         return None
     usable = [each.name for each in tested.kernels if each.usable]
     if unknown := layer.must_measure(prior.unknown(usable)):
-        log.warning("auto: the times are checked by measuring, because they do not contain %s", ", ".join(unknown))
-        return _checked(layer, prior, seconds)
+        log.warning("auto: these times are not used, because they do not contain %s", ", ".join(unknown))
+        return None
     cells = [as_adopted(cell) for cell in prior.table.cells if cell.kernel in usable]
     whole = {point.key for point in layer.wanted} <= {cell.point for cell in cells}
     more = {"graph_len": prior.table.graph_len, "noise": prior.table.noise, "prior": record, "cells": cells, "complete": whole}
     table = tested.model_copy(update=more)
-    _store(layer, table)
-    return table
-
-
-def _store(layer: TunedLayer, table: CrossoverTable) -> bool:
-    """Store a table. Return False, and log the reason, if the file cannot be written."""
     try:
         write_json(table, table_path(layer.device, layer.record))
     except ConfigError as error:
         log.warning("auto: the crossover table is not saved: %s", error)
-        return False
-    return True
-
-
-def _checked(layer: TunedLayer, prior: Prior, seconds: float) -> CrossoverTable | None:
-    """Measure a few points of a shipped table, adopt the times that agree with these measurements, and measure the other points
-    in the remaining time."""
-    wanted = layer.wanted
-    asked = check_points(prior.table, wanted, layer.kernels)
-    if not asked:
-        log.warning("auto: %s has no times of kernels that can run here; it is not used", prior.path.name)
-        return layer.measure(wanted, seconds, None, resume=False)
-    text = "auto: checking the %s for %s at %d points (a few seconds); --no-autotune skips it"
-    log.warning(text, "derived table" if prior.table.derived else "shipped table", prior.table.spec, len(asked))
-    began = time.perf_counter()
-    here = layer.measure(asked, seconds, None, resume=False, prior=prior)
-    took = time.perf_counter() - began
-    if here is None:
-        return None
-    table = adopt(prior, here, asked, wanted)
-    if not _store(layer, table):
-        return table
-    assert table.prior is not None
-    for line in table.prior.disagreed:
-        log.info("auto: the prior is not used near %s", line)
-    for line in table.prior.corrected:
-        log.info("auto: the prior is corrected near %s", line)
-    known = {cell.point for cell in table.cells}
-    missing = [point for point in wanted if point.key not in known]
-    taken = len({cell.point for cell in table.cells if cell.source != "measured"})
-    log.info("auto: %d points from the prior, %d measured here, %d missing", taken, len(known) - taken, len(missing))
-    # The missing points get their share of the budget, or the time left by the check if that is more.
-    left = max(seconds * len(missing) / len(wanted), seconds - took)
-    return layer.measure(missing, left, table, resume=True) if missing else table
+    return table
 
 
 def _announce(layer: TunedLayer, seconds: float, old: CrossoverTable | None) -> None:

@@ -21,7 +21,7 @@ from headway.registry import Registry
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import INTERLEAVED, TRIED, CountedLayer, max_error
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.find_table import find_table, first_points
+from headway.tuning.measure.find_table import find_table
 from headway.tuning.measure.points import counted_points
 from headway.tuning.measure.timing import InterleavedTimer, SharedBudget, on_device
 from headway.tuning.table.schema import DeviceIdentity, LinearRecord
@@ -70,7 +70,7 @@ def choose_linear_kernels(
         if ahead is not None and budget > 0:
             with on_device(device), torch.inference_mode(), ahead():
                 for layer in layers:
-                    layer.compile([point.batch for point in first_points(layer)])
+                    layer.compile([point.batch for point in layer.wanted if layer.stored is None])
         for layer in sorted(layers, key=lambda layer: layer.stored is None):  # a stored table leaves its share to the others
             with shared.part() as share:
                 layer.obey(0.0 if layer.kind.is_decided else share)  # times of a requested kernel alone would mislead auto

@@ -467,17 +467,7 @@ class PriorRecord(BaseModel):
     differs: list[str] = []
     """Descriptions of the differences between the machine that measured the shipped table and this machine."""
     checked: list[str] = []
-    """Points measured here to check the shipped table, such as "decode 1q1s256". Empty if it was not checked."""
-    disagreed: list[str] = []
-    """Checked points at which the shipped table was wrong, with the reason. The shipped table's times near these points are not
-    used."""
-    corrected: list[str] = []
-    """Checked points at which some kernels took longer or shorter than in the shipped table, with the factors. The shipped
-    table's times of these kernels near such a point are multiplied by the factors."""
-    device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
-    """Phase -> scale factor of the shipped table's device times."""
-    host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
-    """Scale factor of the shipped table's host times."""
+    """Points measured here since the shipped table was adopted, such as "decode 1q1s256"."""
     layer: str = ""
     """Layer that was measured, if the times were derived from it. "" for the times of a shipped table of the same layer."""
     limits: dict[str, Annotated[FiniteFloat, Field(gt=0)]] = {}
@@ -486,6 +476,13 @@ class PriorRecord(BaseModel):
     sources: dict[str, list[str]] = {}
     """Kernel -> tables from which its times were derived, nearest first, by device, layer and date. Empty if not derived, and in
     files before 2026-11-30."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_files(cls, data: object) -> object:
+        """Drop the fields that described how a start before 2026-11-29 checked a shipped table."""
+        dropped = ("disagreed", "corrected", "device_scale", "host_scale")
+        return {name: value for name, value in data.items() if name not in dropped} if isinstance(data, dict) else data
 
     @property
     def derived(self) -> bool:
@@ -503,9 +500,7 @@ class PriorRecord(BaseModel):
     def __str__(self) -> str:
         if not self.checked:
             return f"{self.made}, {'derived, not measured here' if self.derived else 'not checked here'}"
-        wrong = f", wrong at {len(self.disagreed)}" if self.disagreed else ""
-        corrected = f", corrected around {len(self.corrected)}" if self.corrected else ""
-        return f"{self.made}, checked here at {len(self.checked)} points{wrong}{corrected}"
+        return f"{self.made}, checked here at {len(self.checked)} points"
 
 
 class CrossoverTable(BaseModel):
