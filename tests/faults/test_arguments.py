@@ -19,7 +19,6 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case
-from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.select.request import Workload
 from headway.core.system import files
 from headway.core.system.files import read_text
@@ -155,19 +154,6 @@ def test_a_table_is_not_overwritten_by_its_picture_or_an_empty_grid(
 def test_an_impossible_workload_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="workload: needs"):
         Workload.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ({"json": '{"allOf":[' * 10**5}, "more than 200 levels"),
-        ({"choice": ["caf\udce9"]}, "choice: needs Unicode"),
-        ({"regex": "caf\udce9"}, "regex: needs a Unicode text"),
-    ],
-)
-def test_invalid_structured_outputs_are_refused(form: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        StructuredOutputsParams(**form)  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(20)

@@ -88,6 +88,11 @@ def test_the_unchanged_model_loads(tmp_path: Path) -> None:
     assert load(tmp_path, sliding_window=8).decoder.attention_specs[0].sliding_window == 8
 
 
+def test_a_hidden_size_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="hidden_size needs a multiple of num_attention_heads=4"):
+        load(tmp_path, hidden_size=33)
+
+
 @pytest.mark.parametrize("field", ABSURD)
 def test_absurd_configurations_are_refused(field: str, tmp_path: Path) -> None:
     for value in ABSURD[field]:
@@ -95,6 +100,7 @@ def test_absurd_configurations_are_refused(field: str, tmp_path: Path) -> None:
             load(tmp_path, **{field: value})
         said = str(refused.value)
         assert (field if field != "rope_scaling" else "rope") in said.lower(), value
+        assert "a whole number of at least 1, got " in said or value not in SIZES[:2] or ABSURD[field][:7] != SIZES, said
         assert "\n" not in said, value
         assert len(said) < 600, value
 

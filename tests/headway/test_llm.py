@@ -44,19 +44,6 @@ def prompts(llm: LLM) -> list[list[int]]:
     return [[1, 2, 3, 4], [5], list(range(1, 30))]
 
 
-def test_texts_and_token_ids_are_prompts_alone_and_in_lists(llm: LLM) -> None:
-    text = llm.tokenizer.decode([1, 2, 3])
-    ids = llm.tokenizer(text)["input_ids"]
-    (from_text,) = llm.generate(text, GREEDY, use_tqdm=False)
-    (from_ids,) = llm.generate(ids, GREEDY, use_tqdm=False)
-    both = llm.generate([text, ids], GREEDY, use_tqdm=False)
-    assert isinstance(from_text, RequestOutput)
-    assert (from_text.prompt, from_ids.prompt) == (text, None)
-    assert from_text.prompt_token_ids == from_ids.prompt_token_ids == ids
-    assert [output.outputs[0].token_ids for output in both] == [from_text.outputs[0].token_ids] * 2
-    assert llm.generate([], GREEDY, use_tqdm=False) == []
-
-
 def test_a_start_says_where_its_seconds_went(llm: LLM) -> None:
     parts = llm.start_times
     assert {"weights", "measuring attention", "memory and graphs"} <= parts.seconds.keys()
@@ -102,17 +89,6 @@ def test_a_stream_and_other_calls_may_interleave(llm: LLM) -> None:
     texts = [text + "".join(piece for piece, _ in stream) for text, stream in zip(texts, (first, second), strict=True)]
     assert [*texts, between.outputs[0].text] == [completion.text for completion in alone]
     assert not llm.engine.has_unfinished
-
-
-def test_two_calls_share_the_prefix_cache(llm: LLM) -> None:
-    long = list(range(60, 99))
-    (first,) = llm.generate([[*long, 41]], GREEDY, use_tqdm=False)
-    (second,) = llm.generate([[*long, 42]], GREEDY, use_tqdm=False)
-    (off,) = LLM(llm.model.name, kv_cache_memory="8MiB", num_threads=1, enable_prefix_caching=False).generate(
-        [[*long, 42]], GREEDY, use_tqdm=False
-    )
-    assert (first.num_cached_tokens, second.num_cached_tokens, off.num_cached_tokens) == (0, 39, 0)
-    assert second.outputs[0].token_ids == off.outputs[0].token_ids
 
 
 def test_threads_share_the_batch_and_get_their_own_outputs(llm: LLM) -> None:

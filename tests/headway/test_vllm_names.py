@@ -74,6 +74,7 @@ def test_none_and_neutral_values_ask_for_nothing() -> None:
         ({"kv_cache_memory_bytes": 2**20}, {"kv_cache_memory": 2**20}),
         ({"kv_offloading_size": 0.5}, {"kv_offload_size": 2**29}),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"dtype": "half"}, {"dtype": "float16"}),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"enforce_eager": True}),
         ({"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, {"cudagraph_capture_sizes": [1, 2]}),
         ({"compilation_config": 3}, {}),

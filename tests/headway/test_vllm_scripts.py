@@ -10,7 +10,6 @@ from pathlib import Path
 
 import openai
 import pytest
-import torch
 
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, HeadwayError
@@ -132,11 +131,6 @@ def test_missing_vllm_attribute_names_the_nearest(llm: LLM) -> None:
 def test_an_unknown_parameter_of_sampling_gets_the_nearest_of_ours(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: needs an option of SamplingParams, got '{name}'.*{re.escape(words)}"):
         SamplingParams(**{name: 1})
-
-
-def test_an_element_type_may_have_vllms_name(models: Path) -> None:
-    llm = LLM(str(models / "tiny"), kv_cache_memory="1MiB", num_threads=1, quantization=None, dtype="half")
-    assert llm.model.decoder.attention_specs[0].dtype == torch.float16
 
 
 PROGRAMS = programs(ONLINE)

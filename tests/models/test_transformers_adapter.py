@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from engine_logits import logits_of, watched
 from graph_stub import PiecesTape
+from headway import LLM
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
@@ -259,3 +263,55 @@ def test_sinks_that_are_replaced_are_an_error() -> None:
 def test_what_attends_otherwise_is_refused_when_it_is_loaded(architecture: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         adapted(architecture, **changes)
+
+
+LARGE = sizes(
+    211, 256, 256, 4, max_position_embeddings=512, initializer_range=0.1, bos_token_id=None, eos_token_id=None, pad_token_id=0
+)
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
+ON_A_GPU: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 64},
+    "Gemma3ForCausalLM": {"head_dim": 64, "query_pre_attn_scalar": 50, **WINDOWED},
+    "GPTNeoXForCausalLM": {},
+    "GPT2LMHeadModel": {},
+}
+LONG = [[Random(length).randrange(1, 211) for _ in range(length)] for length in (3, 40, 17, 130, 64)]
+GREEDY_ON_A_GPU = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def freed() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def written_by(llm: LLM) -> list[tuple[int, ...]]:
+    return [tuple(output.outputs[0].token_ids) for output in llm.generate(LONG, GREEDY_ON_A_GPU, use_tqdm=False)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("freed")
+@pytest.mark.parametrize("architecture", ON_A_GPU)
+def test_compiled_layers_in_graphs_write_the_same_tokens(tmp_path: Path, architecture: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, architecture).config_class(**{**LARGE, **ON_A_GPU[architecture]})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    common = {
+        "dtype": "float32",
+        "device": "cuda",
+        "model_impl": "transformers",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "kv_cache_memory": "256MiB",
+    }
+    plain = written_by(LLM(str(tmp_path), torch_compile=False, enforce_eager=True, **common))
+    fast = LLM(str(tmp_path), torch_compile=True, **common)
+    written = written_by(fast)
+    same = sum(a == b for ours, theirs in zip(written, plain, strict=True) for a, b in zip(ours, theirs, strict=True))
+    assert same >= 0.9 * GREEDY_ON_A_GPU.max_tokens * len(LONG), "near-ties may flip a token and so the rest of a text, rarely"
+    stats = fast.engine.stats
+    assert stats.num_graph_steps > 0
+    assert stats.steps_in_pieces.total() > 0
+    assert not stats.compilations, "nothing is compiled after the engine is ready"

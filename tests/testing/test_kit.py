@@ -439,17 +439,6 @@ def test_a_cell_in_this_process_is_heard(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_the_example_keeps_the_contract() -> None:
-    wanted = Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims")
-    assert [cell.status for cell in check(wanted).cells] == ["passed"]
-    own = Kit(load_subject(f"{EXAMPLE}:Example", torch.device("cpu")))
-    plain = CheckCell("answer", layout="vllm_5d", block_size=8, head_dim=32, group=2)
-    results = [own.run(plain.plain("answer", phase=phase)) for phase in PHASES]
-    results += [own.run(plain.plain(name)) for name in ("engine", "steps", "turns", "options", "tolerance")]
-    assert not [result for result in results if result.status == "failed"]
-
-
-@pytest.mark.slow
 def test_the_pytest_plugin_makes_a_test_of_each_cell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "no:headway", "-p", "headway.testing.pytest_plugin"]  # whether its entry point is installed or not

@@ -51,13 +51,13 @@ def byte_level() -> PreTrainedTokenizerFast:
     return wrapped(tokenizer)
 
 
-def sentence_pieces() -> PreTrainedTokenizerFast:
+def sentence_pieces(texts: list[str], special: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return wrapped(tokenizer)
+    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def merged_names() -> PreTrainedTokenizerFast:
@@ -70,7 +70,7 @@ def merged_names() -> PreTrainedTokenizerFast:
     return wrapped(tokenizer)
 
 
-@pytest.fixture(scope="module", params=[byte_level, sentence_pieces, merged_names])
+@pytest.fixture(scope="module", params=[byte_level, lambda: wrapped(sentence_pieces(TEXTS, SPECIAL)), merged_names])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     return request.param()
 
@@ -211,15 +211,6 @@ def byte_fallback(prefix: bool) -> Any:
     return wrapped_bytes(made)
 
 
-def metaspace() -> Any:
-    made = Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=NAMED, unk_token="<unk>", show_progress=False)
-    made.train_from_iterator(WORDS, trainer)
-    return wrapped_bytes(made)
-
-
 def word_piece() -> Any:
     made = Tokenizer(models.WordPiece(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -232,7 +223,7 @@ MADE = {
     "byte-level": byte_level_bytes(),
     "byte fallback": byte_fallback(prefix=False),
     "byte fallback behind a space": byte_fallback(prefix=True),
-    "metaspace": metaspace(),
+    "metaspace": wrapped_bytes(sentence_pieces(WORDS, NAMED)),
     "word pieces": word_piece(),
 }
 LOSSLESS = list(MADE)[:3]

@@ -228,6 +228,8 @@ def test_llm_takes_every_form_and_chats(tiny_model_folder: Path, bos_tokenizer: 
     (expected,) = generate("the fox")
     assert generate({"prompt": "the fox"}) == generate(llm.tokenizer("the fox")) == [expected]
     assert generate(llm.tokenizer(["the fox"] * 2, return_tensors="pt")) == [expected] * 2
+    assert generate(["the fox", llm.tokenizer("the fox")["input_ids"]]) == [expected] * 2
+    assert generate([]) == []
     with pytest.raises(ConfigError, match="chat template"):
         llm.chat([{"role": "user", "content": "the fox"}], greedy, use_tqdm=False)
     monkeypatch.setattr(llm.driver.validator, "tokenizer", bos_tokenizer)

@@ -182,6 +182,9 @@ def test_several_completions_follow_the_grammar_each_by_itself(llm: LLM) -> None
             for each in (301, {"a": 1}, "ab", [], [5])
         ),
         ({"regex": ""}, "structured_outputs.regex: needs a text"),
+        ({"regex": "caf\udce9"}, "regex: needs a Unicode text"),
+        ({"choice": ["caf\udce9"]}, "choice: needs Unicode"),
+        ({"json": '{"allOf":[' * 10**5}, "more than 200 levels"),
         ({"json_object": False}, "structured_outputs.json_object: needs True"),
         ({"structural_tag": "x"}, "structured_outputs.structural_tag: needs JSON, got a text that is not JSON"),
         ({"structural_tag": "[]"}, "structured_outputs.structural_tag: needs a structural tag"),

@@ -1,24 +1,36 @@
-"""Quantised experts in CUDA C++, as far as no GPU is needed: what is taken, cuts, and that sources compile."""
+"""Quantised experts in CUDA C++ without a GPU: what is taken, cuts, that sources compile, and what the host computes by them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
+import quantized_weights
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import QuantizedWeight
 from headway.kernels.experts.builtin import GROUPED_TILE_ROWS, SKINNY_TILE_ROWS
-from headway.kernels.experts.cuda_grouped_gemm import GroupedVariant, cuda_grouped_gemm, grouped_variant, suits
-from headway.kernels.experts.cuda_rows import ExpertVariant, cuda_rows, expert_variant
+from headway.kernels.experts.cuda_grouped_gemm import (
+    GroupedVariant,
+    cuda_grouped_gemm,
+    expert_grouped_tiling,
+    grouped_variant,
+    suits,
+)
+from headway.kernels.experts.cuda_rows import ExpertTilingRule, ExpertVariant, cuda_rows, expert_variant
 from headway.kernels.experts.weights import spec_of
 from headway.kernels.linear.cuda_products import ArrangedWeight, computes
+from headway.kernels.linear.cuda_variant import CudaTiling
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
-from host_experts import PUBLISHED, described
-from quantized_weights import float8, int4
+from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
+from host_experts import CLAMPED, PLAIN, PUBLISHED, SHAPES, Add, check, described, routed_of
+from host_kernels import add_experts, add_lots
 
 pytest.importorskip("triton")
 
@@ -62,7 +74,7 @@ def test_rows_that_end_within_a_slice_are_taken(form: str) -> None:
     [
         (float8(torch.randn(80, 256)), 40, "shape: needs experts of multiples of 16 rows of 16 bytes, got 40 x 256"),
         (float8(torch.randn(64, 256), (8, 128)), 32, "scales: needs blocks of multiples of 16 rows and 64 columns"),
-        (int4(torch.randn(64, 256), 256, zeros=True), 32, "zeros: needs of groups that are shorter than a row"),
+        (quantized_weights.int4(torch.randn(64, 256), 256, zeros=True), 32, "zeros: needs of groups that are shorter than a row"),
     ],
 )
 def test_a_refusal_says_what_was_needed(weight: QuantizedWeight, rows: int, reason: str) -> None:
@@ -166,3 +178,118 @@ def test_what_cannot_be_computed_is_refused_with_a_reason() -> None:
     told = str(cuda_grouped_gemm(8).supports(spec_of(config, Layer(config, BF16, hidden=32).quantized("mxfp4"))))
     assert "device: needs cuda, got cpu" in told
     assert "experts of a token: needs up to 24, got 30" in told
+
+
+def rows_of(lot: int, order: int = 0) -> Add:
+    return partial(add_experts, lot=lot, blocks=3, order=order)
+
+
+def lots_of(lot: int, order: int = 0, rule: ExpertTilingRule = expert_grouped_tiling, blocks: int = 3) -> Add:
+    return partial(add_lots, lot=lot, blocks=blocks, order=order, rule=rule)
+
+
+def tiling(tiles: int, warps: int, stages: int = 2) -> ExpertTilingRule:
+    """A cut that no rule chooses for work so small. Two stages have both sides wait for each other."""
+    return lambda *_: CudaTiling(tiles, warps, stages)
+
+
+@pytest.mark.parametrize(
+    ("add", "tokens"), [(rows_of(8), 11), (lots_of(8), 11), pytest.param(lots_of(32), 30, marks=pytest.mark.slow)]
+)
+def test_clamped_experts_with_biases_and_part_of_a_slice(monkeypatch: pytest.MonkeyPatch, add: Add, tokens: int) -> None:
+    check(monkeypatch, add, "mxfp4", CLAMPED, 160, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(5, then="soak")
+@pytest.mark.parametrize(
+    ("add", "tokens"),
+    [(rows_of(8), 1), (rows_of(16), 20), (lots_of(8), 1), (lots_of(16), 20), (lots_of(32), 40), (lots_of(64), 64)],
+)
+@pytest.mark.parametrize("form", SHAPES)
+def test_every_form(monkeypatch: pytest.MonkeyPatch, form: str, add: Add, tokens: int) -> None:
+    check(monkeypatch, add, form, *SHAPES[form], tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(3, then="soak")
+@pytest.mark.parametrize(
+    ("add", "tokens"),
+    [(rows_of(16), 33), (rows_of(8), 64), (lots_of(8), 17), (lots_of(16), 33), (lots_of(32), 64), (lots_of(64), 100)],
+)
+def test_experts_of_several_lots_and_of_no_tokens(monkeypatch: pytest.MonkeyPatch, add: Add, tokens: int) -> None:
+    check(monkeypatch, add, "mxfp4", CLAMPED, 160, tokens, alike=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "order"), [("fp8 rows", 1), ("mxfp4", 2)])
+def test_threads_in_another_order(monkeypatch: pytest.MonkeyPatch, form: str, order: int) -> None:
+    check(monkeypatch, rows_of(8, order), form, *SHAPES[form], 12)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("lot", [16, 32])
+@pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4", "int4, zeros"])
+def test_threads_in_any_order_of_short_rings(monkeypatch: pytest.MonkeyPatch, form: str, lot: int, order: int) -> None:
+    config, hidden = SHAPES[form]
+    check(monkeypatch, lots_of(lot, order, tiling(1, 4), blocks=2), form, config, 2 * hidden, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(("tiles", "warps", "lot"), [(2, 4, 8), (4, 2, 16), (1, 8, 32), (2, 4, 64)])
+def test_tiles_that_reach_beyond_an_expert(monkeypatch: pytest.MonkeyPatch, tiles: int, warps: int, lot: int) -> None:
+    config = dataclasses.replace(CLAMPED, intermediate_size=224)
+    for form in ("mxfp4", "fp8 rows"):
+        check(monkeypatch, lots_of(lot, rule=tiling(tiles, warps)), form, config, 176 if form == "fp8 rows" else 160, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("form", "config"),
+    [
+        ("fp8 rows", dataclasses.replace(PLAIN, gated=False)),
+        ("int8", dataclasses.replace(PLAIN, shared_intermediate_size=192)),
+        ("int4", dataclasses.replace(PLAIN, gated=False)),
+    ],
+)
+@pytest.mark.parametrize(("add", "tokens"), [(rows_of(8), 9), (lots_of(8), 9), (lots_of(32), 33)])
+def test_ungated_and_shared_experts_in_float16(
+    monkeypatch: pytest.MonkeyPatch, form: str, config: ExpertsConfig, add: Add, tokens: int
+) -> None:
+    check(monkeypatch, add, form, config, 192 if form == "int4" else 176, tokens, dtype=torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("lot", [8, 32])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(lambda weight: int4(weight, 128), float8), (int8, lambda weight: int4(weight, 64)), (float8, float4), (float4, int8)],
+    ids=["int4 of 128, fp8", "int8, int4 of 64", "fp8, mxfp4", "mxfp4, int8"],
+)
+def test_products_of_two_forms(monkeypatch: pytest.MonkeyPatch, first: object, second: object, lot: int) -> None:
+    config = dataclasses.replace(PLAIN, intermediate_size=192)
+    monkeypatch.setitem(FORMS, "two", lambda weight, rows: (first if rows == config.up_size else second)(weight))  # type: ignore[operator]
+    check(monkeypatch, lots_of(lot), "two", config, 256, 21)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lot", [8, 32])
+def test_a_tokens_bits_depend_on_neither_the_others_nor_the_blocks(lot: int) -> None:
+    layer = Layer(CLAMPED, torch.bfloat16, hidden=160)
+    weights, x = layer.quantized("mxfp4"), layer.draw(40, 160)
+    routing = layer.routing(x)
+
+    def computed(rows: slice, blocks: int, order: int) -> Tensor:
+        y = x[rows].to(torch.bfloat16)
+        routed = routed_of(layer, x[rows], routing.experts[rows], routing.weights[rows])
+        lots_of(lot, order, blocks=blocks)(y, routed, weights, CLAMPED)
+        return y
+
+    whole = computed(slice(0, 40), 3, 0)
+    assert torch.equal(computed(slice(0, 40), 5, 2), whole)
+    assert torch.equal(computed(slice(7, 24), 2, 1), whole[7:24])

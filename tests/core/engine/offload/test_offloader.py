@@ -76,15 +76,6 @@ def test_preemption_swaps_or_recomputes_by_cost_or_by_option(mode: str, rate: fl
     tiers.offloader.tier.check_integrity(idle=True)
 
 
-def test_host_tier_without_room_loses_pages() -> None:
-    tiers = Tiers(num_pages=8, num_slots=2)
-    tiers.finish(sequence("first", [1] * 24, 1), sequence("second", [2] * 30, 1))
-    again = sequence("again", [1] * 25, 1)
-    tiers.finish(again)
-    assert again.num_cached_tokens < 24
-    assert tiers.mover.moved_out > 2
-
-
 @pytest.mark.parametrize("broken", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("max_stored", [0, 50])
 def test_failed_copies_are_recomputed_and_logged_once(broken: float, max_stored: int, caplog: pytest.LogCaptureFixture) -> None:
