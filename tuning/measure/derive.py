@@ -319,7 +319,7 @@ class _Model:
         return self._distance + _BEYOND * max(0.0, math.log2(_padded(axes[0]) / _padded(most)))
 
     def at(self, key: _Key, axes: _Axes, work: tuple[float, float]) -> tuple[float, float]:
-        """Return the logarithms of a kernel's device and plan time, infinite without times around it. axes, work: of a point."""
+        """Return the logarithms of a kernel's device and plan time, infinite without times around it. axes, work: a point's values."""
         surface, lines = self._surface(key)
         place = list(axes)
         if key[1] == "verify":  # a tile's time depends little on how many of its rows are used
@@ -331,7 +331,7 @@ class _Model:
 
 
 def _times(work: tuple[float, float], axes: _Axes, key: _Key, models: Sequence[_Model]) -> dict[str, Any] | None:
-    """Return the times of a kernel's cell, or None if no model has a time around the point. work, axes: of the point."""
+    """Return the times of a kernel's cell, or None if no model has a time around the point. work, axes: a point's values."""
     far = [model.far(key, axes) for model in models]
     near = [(2.0**-away, model.at(key, axes, work)) for away, model in zip(far, models, strict=True) if away < min(far) + _REACH]
     found = [(weight, times) for weight, times in near if math.isfinite(times[0])]
