@@ -319,7 +319,7 @@ class _Model:
         return self._distance + _BEYOND * max(0.0, math.log2(_padded(axes[0]) / _padded(most)))
 
     def at(self, key: _Key, axes: _Axes, work: tuple[float, float]) -> tuple[float, float]:
-        """Return the logarithms of a kernel's device and plan time, infinite without times around it. axes, work: a point's values."""
+        """Return the logarithms of a kernel's device and plan time at a point, infinite without times around it."""
         surface, lines = self._surface(key)
         place = list(axes)
         if key[1] == "verify":  # a tile's time depends little on how many of its rows are used
