@@ -52,12 +52,13 @@ class IdleTuner:
     """Measures the kernels of an engine's attention layers while no request runs. Only the engine's thread calls it."""
 
     def __init__(self, engine: EngineLoop, layers: Mapping[AttentionSpec, RegisteredLayer], share: float, take: bool) -> None:
-        """layers: each distinct layer with a stored table. share: maximum share of the idle time to measure. take: True to take
-        faster kernels at once, False if only the next start may take them."""
+        """layers: each distinct layer; only layers with a stored table are measured. share: maximum share of the idle time to
+        measure. take: True to take faster kernels at once, False if only the next start may take them."""
         self._engine = engine
         self._layers = {spec: layer for spec, layer in layers.items() if layer.stored is not None}
         self._tables = {spec: table for spec, layer in self._layers.items() if (table := layer.stored) is not None}
-        self._take = take
+        self._take = take and len(self._layers) == len(layers)
+        self._used = self._costs()
         self.share = share
         """Maximum share of the idle time to measure."""
         self.tried = {(spec, key) for spec, table in self._tables.items() for key in _measured(table)}
@@ -236,24 +237,35 @@ class IdleTuner:
         if known == self._judged or 0 in known:
             return
         self._judged = known
-        costs: dict[AttentionSpec, CostTable] = {}
-        for spec, table in self._tables.items():
-            phases = {CORE_PHASE[point.phase] for point in self._layers[spec].wanted}
-            costs[spec] = to_costs(table, phases=tuple(phase for phase in Phase if phase in phases))
+        costs = self._costs()
+        if not self._take:
+            return
         now, then = selector.compare(costs)
         if not then < (1 - _LEAST_GAIN) * now:
             return
-        if not self._take:
-            log.info("auto: other kernels would take %.2f of the time; with several ranks, the next start uses them", then / now)
-            return
         began = time.perf_counter()
-        self._engine.retune(costs)
+        try:
+            self._engine.retune(costs)
+        except Exception as error:  # the engine must go on with the kernels that it had
+            log.warning("auto: other kernels cannot be taken before the next start: %s", error)
+            self._take = False
+            self._engine.retune(self._used)
+            return
+        self._used = costs
         self._engine.stats.tuning_changes += 1
         self._engine.stats.tuning_saved_seconds += 1e-6 * (now - then) if math.isfinite(now) else 0.0
         text = (
             "auto: took other kernels in %.1f s: attention of the steps so far would have taken %.2f of the time; attention: %s"
         )
         log.info(text, time.perf_counter() - began, then / now, self._engine.selection)
+
+    def _costs(self) -> dict[AttentionSpec, CostTable]:
+        """Return the times of all layers."""
+        found: dict[AttentionSpec, CostTable] = {}
+        for spec, table in self._tables.items():
+            phases = {CORE_PHASE[point.phase] for point in self._layers[spec].wanted}
+            found[spec] = to_costs(table, phases=tuple(phase for phase in Phase if phase in phases))
+        return found
 
 
 def _measured(table: CrossoverTable) -> set[PointKey]:

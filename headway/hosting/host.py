@@ -286,8 +286,14 @@ class EngineThread(EngineHost):
         """Measure kernels while no request runs. Return the seconds until this must be called again, or None for never."""
         if self._tuner is None or self.driver.engine.has_unfinished or self.driver.engine.asleep:
             return None
-        with self.driver.lock:
-            return self._tuner.idle()
+        try:
+            with self.driver.lock:
+                return self._tuner.idle()
+        except Exception as error:  # requests need none of it
+            log.warning("auto: measuring while idle has ended: %s: %s", type(error).__name__, error)
+            self._tuner.close()
+            self._tuner = None
+            return None
 
     def _lost(self, fault: ExecutorLostError) -> None:
         """End the host. Called from a different thread when the engine can run no more steps; the engine's own thread may be

@@ -262,3 +262,25 @@ def test_a_kernel_that_turns_out_wrong_is_left_out_with_its_numbers(
     assert "relative error 0.5 exceeds 2e-05" in caplog.text
     assert llm.engine.selection.names[Phase.DECODE] == "sdpa"
     assert tokens(llm) == before
+
+
+def test_kernels_that_cannot_be_taken_leave_the_engine_as_it_was(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = engine(model)
+    before, chosen = tokens(llm), llm.engine.selection.names
+    retune, calls = llm.engine.retune, list[object]()
+
+    def fails_once(costs: object) -> None:
+        calls.append(costs)
+        if len(calls) == 1:
+            raise ConfigError("a graph", "memory", "none")
+        retune(costs)
+
+    monkeypatch.setattr(llm.engine, "retune", fails_once)
+    llm.tune(90)
+    assert len(calls) == 2
+    assert "other kernels cannot be taken before the next start: a graph: needs memory, got none" in caplog.text
+    assert llm.engine.selection.names == chosen
+    assert tokens(llm) == before
+    assert llm.engine.stats.tuning_changes == 0
