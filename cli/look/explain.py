@@ -469,8 +469,7 @@ def _in_words(step: Shape | Cell) -> str:
 def _row_in_words(cell: Cell, prior: PriorRecord | None) -> str:
     time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})" if cell.median_us else "no time"
     where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
-    checked = "not checked here" if prior is None or not prior.checked else "checked here"
-    source = "" if prior is None else ", measured here" if cell.source == "measured" else f", {cell.source}, {checked}"
+    source = "" if prior is None else ", measured here" if cell.source == "measured" else f", {cell.source}, not checked here"
     return f"nearest row of the table: {cell.phase}, {_in_words(cell)}, {cell.kernel}, {where}: {time}, {cell.status}{source}"
 
 
