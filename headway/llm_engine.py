@@ -72,11 +72,14 @@ class EngineAccess(ABC):
     def tune(self, seconds: float) -> None:
         """Measure kernels for at most this many seconds, for the steps that have run, and take faster ones. Requires tune="idle".
 
-        :raises ConfigError: if the engine was not made for it, or a request is unfinished.
+        :raises ConfigError: if the engine was not made for it, a request is unfinished, or seconds is not a number of at least 0.
         """
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise ConfigError("tune()", "a number of seconds of at least 0", repr(seconds))
         tuner = self.driver.assembly.tuner
         if tuner is None:
-            raise ConfigError("tune()", "tune='idle', with auto for a phase and without crossover_table", "an engine without")
+            need = "tune='idle', auto for a phase, and no crossover_table"
+            raise ConfigError("tune()", need, "an engine that was made with other options")
         with self.driver.lock:
             if self.engine.has_unfinished:
                 raise ConfigError("tune()", "an engine without requests", "unfinished ones", "let them end, or abort them")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
 
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.loop import EngineLoop
@@ -22,10 +22,10 @@ from headway.core.select.costs import CostTable
 from headway.core.system.child import Child
 from headway.core.system.json_files import write_json
 from headway.registry.records import BUILTIN_OWNER
-from headway.tuning.autotune import TIMER, RegisteredLayer
+from headway.tuning.autotune import TIMER, RegisteredLayer, preferred_layouts
 from headway.tuning.isolated.measure_in_child import measure_in_child, third_party_files
 from headway.tuning.measure.points import Point
-from headway.tuning.measure.run import CrossoverOptions, slower_candidates
+from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, slower_candidates
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import table_path
 from headway.tuning.table.noise import noise_of
@@ -52,12 +52,12 @@ class IdleTuner:
     """Measures the kernels of an engine's attention layers while no request runs. Only the engine's thread calls it."""
 
     def __init__(self, engine: EngineLoop, layers: Mapping[AttentionSpec, RegisteredLayer], share: float, take: bool) -> None:
-        """layers: each distinct layer; only layers with a stored table are measured. share: maximum share of the idle time to
-        measure. take: True to take faster kernels at once, False if only the next start may take them."""
+        """layers: each distinct layer. share: maximum share of the idle time to measure. take: True to take faster kernels at
+        once, False if only the next start may take them."""
         self._engine = engine
-        self._layers = {spec: layer for spec, layer in layers.items() if layer.stored is not None}
-        self._tables = {spec: table for spec, layer in self._layers.items() if (table := layer.stored) is not None}
-        self._take = take and len(self._layers) == len(layers)
+        self._layers = layers
+        self._tables = {spec: table for spec, layer in layers.items() if (table := layer.stored) is not None}
+        self._take = take
         self._used = self._costs()
         self.share = share
         """Maximum share of the idle time to measure."""
@@ -128,7 +128,7 @@ class IdleTuner:
     @property
     def num_unmeasured(self) -> int:
         """Number of points of all tables whose times were not measured here."""
-        return sum(len(self._left(spec)) for spec in self._tables)
+        return sum(len(self._left(spec)) for spec in self._layers)
 
     def _left(self, spec: AttentionSpec) -> list[Point]:
         return [point for point in self._layers[spec].wanted if (spec, point.key) not in self.tried]
@@ -136,7 +136,7 @@ class IdleTuner:
     def next_slice(self) -> tuple[AttentionSpec, Sequence[Point]] | None:
         """Return the layer and the points to measure next: those around the steps that took the most time come first."""
         ranked = []
-        for spec in self._tables:
+        for spec in self._layers:
             weights = self._weights(spec)
             left = sorted(self._left(spec), key=lambda point: (-weights.get(point.key, 0.0), point.level))
             if left:
@@ -154,16 +154,14 @@ class IdleTuner:
 
     def measure(self, spec: AttentionSpec, todo: Sequence[Point]) -> None:
         """Measure points in a child process. Runs in a thread."""
-        layer, table = self._layers[spec], self._tables[spec]
-        files = third_party_files(layer.registry, layer.kernels)
+        layer, table = self._layers[spec], self._tables.get(spec)
+        files, cells = third_party_files(layer.registry, layer.kernels), [] if table is None else table.cells
+        usable = layer.kernels if table is None else [record.name for record in table.kernels if record.usable]
         entries = layer.registry.backends
-        names = [
-            record.name
-            for record in table.kernels
-            if record.usable and (entries[record.name].owner == BUILTIN_OWNER or record.name in files)
-        ]
-        known = {cell.kernel for cell in table.cells if cell.source != "measured"} or set(names)
-        measured = [cell for cell in table.cells if cell.source == "measured"]
+        names = [name for name in usable if entries[name].owner == BUILTIN_OWNER or name in files]
+        known = {cell.kernel for cell in cells if cell.source != "measured"} or set(names)
+        measured = [cell for cell in cells if cell.source == "measured"]
+        layouts = list(dict.fromkeys(cell.layout for cell in cells if cell.layout))
         given_up: dict[PhaseName, Mapping[str, str]] = {
             phase: {name: why for name, why in slower_candidates(measured, phase, names).items() if name not in known}
             for phase in {cell.phase for cell in measured}
@@ -172,8 +170,8 @@ class IdleTuner:
         options = CrossoverOptions(
             spec=spec,
             backends=names,
-            layouts=list(dict.fromkeys(cell.layout for cell in table.cells if cell.layout)) or None,
-            block_sizes=sorted({cell.block_size for cell in table.cells if cell.block_size}),
+            layouts=layouts or preferred_layouts(layer.registry, names, spec),
+            block_sizes=sorted({cell.block_size for cell in cells if cell.block_size}) or BLOCK_SIZES,
             grid=[*todo],
             refine=0,
             timer=TIMER,
@@ -185,7 +183,7 @@ class IdleTuner:
         found = None
         try:
             found = measure_in_child(options, layer.registry, self._started)
-        except HeadwayError as error:
+        except Exception as error:  # also of a child process that `close` ends meanwhile
             if not self._closed:
                 log.warning("auto: measuring while idle failed: %s", error)
         with suppress(OSError):
@@ -212,7 +210,7 @@ class IdleTuner:
         for cell in wrong.values():
             text = "auto: %s has no time at points where it failed, such as %s %s: %s"
             log.warning(text, cell.kernel, cell.phase, cell.case, cell.reason)
-        table = self._tables[spec]
+        table = self._tables.get(spec) or found.model_copy(update={"cells": [], "complete": False})
         cells = [cell for cell in table.cells if cell.point not in new and cell.kernel not in failed]
         cells += [cell for each in new.values() for cell in each]
         prior = table.prior
@@ -238,7 +236,7 @@ class IdleTuner:
             return
         self._judged = known
         costs = self._costs()
-        if not self._take:
+        if not self._take or costs is None:
             return
         now, then = selector.compare(costs)
         if not then < (1 - _LEAST_GAIN) * now:
@@ -257,10 +255,12 @@ class IdleTuner:
         text = (
             "auto: took other kernels in %.1f s: attention of the steps so far would have taken %.2f of the time; attention: %s"
         )
-        log.info(text, time.perf_counter() - began, then / now, self._engine.selection)
+        log.warning(text, time.perf_counter() - began, then / now, self._engine.selection)
 
-    def _costs(self) -> dict[AttentionSpec, CostTable]:
-        """Return the times of all layers."""
+    def _costs(self) -> dict[AttentionSpec, CostTable] | None:
+        """Return the times of all layers, or None if a layer has no table yet."""
+        if len(self._tables) < len(self._layers):
+            return None
         found: dict[AttentionSpec, CostTable] = {}
         for spec, table in self._tables.items():
             phases = {CORE_PHASE[point.phase] for point in self._layers[spec].wanted}

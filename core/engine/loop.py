@@ -199,9 +199,9 @@ class EngineLoop:
         """Forget cached prompts, so that later requests recompute them. everywhere: True to also forget prompts on disk."""
         self.blocks.forget_prefixes(everywhere)
 
-    def retune(self, costs: Mapping[AttentionSpec, CostTable]) -> None:
+    def retune(self, costs: Mapping[AttentionSpec, CostTable] | None) -> None:
         """Choose attention kernels anew by these times, between two requests. Cached prompts are forgotten, because new kernels
-        are warmed up on their pages. costs: times of each distinct layer."""
+        are warmed up on their pages. costs: times of each distinct layer; None means rank order."""
         assert not self.has_unfinished
         self.read_launched()
         self.blocks.forget_prefixes()

@@ -401,7 +401,7 @@ class Selector:
                 self._together(names)
         self.gathering |= {spec: backend for each in self.groups.values() for spec, backend in each.gathering.items()}
 
-    def renew(self, costs: Mapping[AttentionSpec, CostTable]) -> None:
+    def renew(self, costs: Mapping[AttentionSpec, CostTable] | None) -> None:
         """Choose the backends anew by other times, with the same layouts and block size. costs: as in the constructor."""
         for each in self.groups.values():
             each.know(costs)

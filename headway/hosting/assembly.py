@@ -326,12 +326,13 @@ def _assemble(start: _Start) -> Assembly:
 def _tuner(start: _Start, layers: LayerSpecs, engine: EngineLoop) -> IdleTuner | None:
     """Return the tuner for the idle time of an engine, or None if nothing is to be measured then."""
     table, config, registry = start.table, start.config, start.registry
-    if (
-        table.when(start.device.type) != "idle"
-        or table.paths
-        or config.deterministic
-        or not layers.auto_phases(config.backend_request)
-    ):
+    if table.when(start.device.type) != "idle":
+        return None
+    if table.paths or config.deterministic or not layers.auto_phases(config.backend_request):
+        if table.tune is not None:
+            log.warning(
+                "tune=idle: nothing to measure, because a table or every backend is named, or the engine is deterministic"
+            )
         return None
     device, able = identify_device(start.device), registry.able(start.device)
     found = {

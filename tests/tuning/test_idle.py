@@ -23,7 +23,7 @@ from headway.engine_args import EngineArgs
 from headway.registry import Registry
 from headway.tuning import idle
 from headway.tuning.idle import IdleTuner
-from headway.tuning.measure.points import Point
+from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.table.files import read_table, stored_tables
 from headway.tuning.table.schema import CrossoverTable
@@ -240,6 +240,22 @@ def test_an_engine_that_does_not_tune_while_idle_says_so(model: Path) -> None:
     assert llm.driver.assembly.tuner is None
     with pytest.raises(ConfigError, match="needs tune='idle'"):
         llm.tune(1)
+    for seconds in (-1, float("nan"), "5", True):
+        with pytest.raises(ConfigError, match="needs a number of seconds of at least 0"):
+            llm.tune(seconds)
+
+
+def test_an_engine_without_a_table_makes_one(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored_tables()[0].unlink()
+    llm = engine(model, autotune_budget=0.0)
+    before = tokens(llm)
+    llm.tune(90)
+    table = read_table(stored_tables()[0])
+    assert {cell.source for cell in table.cells} == {"measured"}
+    assert {cell.point for cell in table.cells} == {point.key for point in grid("cpu")}
+    assert tokens(llm) == before
+    assert engine(model, attn_backend="sdpa").driver.assembly.tuner is None
+    assert "tune=idle: nothing to measure" in caplog.text
 
 
 def test_a_kernel_that_turns_out_wrong_is_left_out_with_its_numbers(

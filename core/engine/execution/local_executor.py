@@ -221,7 +221,7 @@ class LocalExecutor:
             self._settle(watch)
         self._runner.compilations = watch
 
-    def retune(self, costs: Mapping[AttentionSpec, CostTable]) -> None:
+    def retune(self, costs: Mapping[AttentionSpec, CostTable] | None) -> None:
         """Choose the attention backends anew by these times, with the same layouts and block size, and capture graphs again. No
         step may run, and no page may hold a prompt."""
         self.selector.renew(costs)
