@@ -72,7 +72,7 @@ def _rounded(value: float) -> float:
 
 
 _LAYOUT, _BACKENDS = "nhd", ("triton", "hopper", "hopper_decode")
-"""What a GPU's shipped tables contain: the layout that `auto` prefers, and the backends that are fastest somewhere."""
+"""Layout and backends of a GPU's shipped tables: the layout that `auto` prefers, and backends that are fastest at some point."""
 
 
 def _options(geometry: str, output: Path) -> CrossoverOptions:

@@ -225,7 +225,7 @@ def few_rows(
 @triton.jit
 def _chunk(weight_ptr, norm_ptr, at, live, k, c, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
            NORM: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Load columns k of chunk c: of the weight, of the rows for up (GATED), and of the norm's weight (NORM)."""
+    """Load columns k of chunk c from the weight, the up rows (GATED) and the norm's weight (NORM)."""
     inside = c * BLOCK_K + k < K
     ptr, mask = weight_ptr + c * BLOCK_K, live & tl.expand_dims(inside, -2)
     gate = _weights(ptr, at, mask, N, K, BLOCK_N, BLOCK_K)

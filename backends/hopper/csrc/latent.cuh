@@ -22,7 +22,7 @@ constexpr int USED = HEADS * TOKENS;  // rows of a tile
 #endif
 constexpr int HALF_PANELS = 4, HALF_COLUMNS = HALF_PANELS * PANEL;
 constexpr int TILE_PANELS = APART ? K_PANELS + V_PANELS : K_PANELS;
-// Parts of a tile. MLA: the values of one warpgroup, those of the other, and what is key alone. APART: two of the key, and the same two.
+// Parts of a tile. MLA: values of the first warpgroup, values of the second, columns that only keys have. APART: keys in two parts, values in two.
 constexpr int PARTS = (TILE_PANELS + HALF_PANELS - 1) / HALF_PANELS;
 constexpr int VALUE_PART = APART ? K_PANELS / HALF_PANELS : 0, FIRST_PART = APART ? 0 : PARTS - 1;  // the first that is copied and read
 constexpr int COPY_WARPS = APART ? PARTS : 1;

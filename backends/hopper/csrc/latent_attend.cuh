@@ -2,9 +2,6 @@
 // gets the weights and multiplies the other 256 columns: accumulators of 64 rows x 512 columns do not fit one warpgroup's registers.
 #pragma once
 
-#ifndef QK_FIRST
-#define QK_FIRST APART
-#endif
 
 #include "latent_store.cuh"
 
@@ -146,7 +143,7 @@ __device__ __forceinline__ void score_and_multiply(u32 base, const Given& argume
     pin(weights);
     products_begin();
     bool grows;
-    if (QK_FIRST) {
+    if (APART) {  // scores first: the values may still be on their way
       score_products(scores, base, k);
       wait_for_values();
       value_products(sums, weights, tile_at(base, v.index), 0);
@@ -172,7 +169,7 @@ __device__ __forceinline__ void score_and_multiply(u32 base, const Given& argume
     }
     pin(sums);
     pin(weights);
-    if (!QK_FIRST) grows = weigh_tile(tile);
+    if (!APART) grows = weigh_tile(tile);
     tell_weights(tile);
     if (grows) rescale(sums, keep);
   }

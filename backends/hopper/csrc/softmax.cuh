@@ -65,7 +65,7 @@ struct Sight {
   int high[2], low[2];
   int clear, inside;  // tiles between them need no mask: every row of the tile of queries sees all of their keys
 
-  // before: keys of the context. first_token, last_token: of the tile of queries. row: the thread's first in the tile.
+  // before: number of keys in the context. first_token, last_token: the query tile's tokens. row: the thread's first row in the tile.
   __device__ __forceinline__ Sight(int before, int first_token, int last_token, int row, int group, int window) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
