@@ -426,4 +426,4 @@ def _replayed(call: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
         call()
 
-    return captured(run).replay
+    return captured(run)

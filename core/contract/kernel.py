@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,6 +67,9 @@ CompileAhead = Callable[[], AbstractContextManager[object]]
 
 _WORKERS = 16
 """Maximum number of threads that compile kernels. Compilers do most of their work outside the GIL."""
+_PYTHONS_SECONDS, _SWITCH_SECONDS = sys.getswitchinterval(), 0.0005
+"""Interval after which Python passes on the GIL, usually and while kernels are compiled. With the usual 5 ms, each of a thread's
+many short waits would be followed by a wait of 5 ms per compiling thread."""
 
 
 class Ahead(ThreadPoolExecutor):
@@ -96,12 +100,16 @@ def compile_ahead() -> Iterator[Ahead]:
     inside the context, because the kernels have not written their outputs. A compilation error is raised by the next real launch,
     not in the context.
     """
-    with Ahead(min(_WORKERS, os.cpu_count() or 1), "compile") as pool:
-        token = AHEAD.set(pool)
-        try:
-            yield pool
-        finally:
-            AHEAD.reset(token)
+    sys.setswitchinterval(min(_PYTHONS_SECONDS, _SWITCH_SECONDS))
+    try:
+        with Ahead(min(_WORKERS, os.cpu_count() or 1), "compile") as pool:
+            token = AHEAD.set(pool)
+            try:
+                yield pool
+            finally:
+                AHEAD.reset(token)
+    finally:
+        sys.setswitchinterval(_PYTHONS_SECONDS)
 
 
 def listen(listener: Listener) -> None:

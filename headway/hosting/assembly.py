@@ -40,6 +40,7 @@ from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, r
 from headway.hosting.stats_report import StatsLog
 from headway.kernels.experts.bound import AUTO
 from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.runtime.compile_process import compile_process
 from headway.machine.process import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.loader import LoadedModel
 from headway.registry import Registry
@@ -210,12 +211,14 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
     """Assemble the engine in this process, and start the processes of other ranks if there are any."""
     if args.tensor_parallel_size == 1:
         device = resolve_device(args.device)
-        return _assemble(_Start(args, registry or checked_registry(args), device, clock))
+        with compile_process(device.type):
+            return _assemble(_Start(args, registry or checked_registry(args), device, clock))
     devices = rank_devices(args)
     registry = registry or checked_registry(args)
     processes = start_ranks(args, devices)
     try:
-        return _assemble(_Start(args, registry, devices[0], clock, processes.join(partial(make_rank, args=args)), processes))
+        with compile_process(devices[0].type):
+            return _assemble(_Start(args, registry, devices[0], clock, processes.join(partial(make_rank, args=args)), processes))
     except ExecutorLostError:
         raise
     except (RuntimeError, CollectiveError) as error:  # raised by a rendezvous if other ranks have ended

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from threading import Thread
 from typing import Any
 
@@ -14,29 +15,34 @@ import torch
 from headway.core.contract import kernel as compiled
 from headway.core.contract.kernel import CompileAhead
 from headway.core.system.files import kernel_folders, one_process
+from headway.kernels.runtime.compile_process import compile_elsewhere
 
 
 def compile_ahead(device: torch.device) -> CompileAhead | None:
     """Return a context that compiles a device's kernels in parallel, or None if the device needs no compilation."""
     if device.type != "cuda":
         return None
-    try:
-        from triton.runtime import cache
-    except ImportError:
+    if find_spec("triton") is None:
         return compiled.compile_ahead
-    # Triton's first compilation waits for a hash of Triton's own library, and for the C compiler to build its driver: start here.
-    key = getattr(cache, "triton_key", None)  # not part of Triton's public interface
 
     def prepare() -> None:
         from triton.runtime import driver
 
         with suppress(Exception):  # the first compilation raises the same error
             _ = driver.active
-            if key is not None:
-                key()
+            hash_triton()
 
     Thread(target=prepare, name="triton-key", daemon=True).start()
     return compile_with_triton
+
+
+def hash_triton() -> None:
+    """Compute the hash of Triton's own library, for which the first compilation would wait. Triton keeps it."""
+    from triton.runtime import cache
+
+    key = getattr(cache, "triton_key", None)  # not part of Triton's public interface
+    if key is not None:
+        key()
 
 
 @contextmanager
@@ -64,6 +70,7 @@ def compile_and_build(key: str, task: Callable[[], Any]) -> Any:
     from triton.runtime import driver
 
     with one_process(kernel_folders()[1] / hashlib.sha256(key.encode()).hexdigest()):
+        compile_elsewhere(task)
         kernel = task()
         with suppress(Exception):  # the launch will raise the same error
             driver.active.launcher_cls(kernel.src, kernel.metadata)

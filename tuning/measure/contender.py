@@ -15,6 +15,7 @@ from headway.core.contract.backend import AttentionBackend, Plan
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.engine.execution.captured_step import CudaGraphRecorder
 from headway.core.oracle.cases import Case
 from headway.core.speculation.proposers import is_captured
 from headway.tuning.measure.timing import Timer, Timing, host_us
@@ -284,33 +285,25 @@ def graph_contender(
     def layer() -> None:
         run_layer(backend, case, plan, out, writer)
 
-    graph = captured(layer)
+    replay_graph = captured(layer)
     current = _loaded(static, step)
     backend.plan_for_replay(plan, current)
 
     def replay() -> Tensor:
-        graph.replay()
+        replay_graph()
         return out
 
     return replace(_contender(backend, case, error, out), call=replay, plan=lambda: backend.plan_for_replay(plan, current))
 
 
-def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture one call in a CUDA graph, after warm-up calls."""
+def captured(layer: Callable[[], object]) -> Callable[[], None]:
+    """Capture one call in a CUDA graph, after warm-up calls. Return a function that replays it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UPS):
             layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # torch.cuda.graph would first run the garbage collector, which takes longer than the capture
-        graph.capture_begin()
-        try:
-            layer()
-        finally:
-            graph.capture_end()
-    return graph
+    return CudaGraphRecorder().record(layer)
 
 
 def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:

@@ -158,7 +158,7 @@ class ExpertLayer(CountedLayer):
         if self.layers(count) == 1:
             return run
         try:
-            return captured(run).replay
+            return captured(run)
         except Exception as error:
             return partial(_raise, error)  # raised while timing, like errors of later calls
 

@@ -380,7 +380,7 @@ class StateInputs(PointInputs):
         def layer() -> None:
             serve(case.x, case.gates, case.parameters, case.cache, plan, out)
 
-        run: Callable[[], object] = captured(layer).replay if in_graph else layer
+        run: Callable[[], object] = captured(layer) if in_graph else layer
 
         def call() -> Tensor:
             run()

@@ -222,7 +222,7 @@ class LinearLayer(CountedLayer):
             for layer in layers:
                 self.kind.compute(name, x, layer)
 
-        return captured(all_layers).replay if self.on.type == "cuda" else all_layers
+        return captured(all_layers) if self.on.type == "cuda" else all_layers
 
     def x(self, rows: int) -> Tensor:
         """Return random rows [rows, in_features]. Only the result for the most recent number of rows is cached."""

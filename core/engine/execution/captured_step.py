@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ class CudaGraphRecorder:
         self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._before: torch.cuda.Stream | None = None
+        self._collects = False
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
         torch.cuda.synchronize()
@@ -70,13 +72,16 @@ class CudaGraphRecorder:
         return replay
 
     def begin(self) -> None:
-        # Not torch.cuda.graph, which runs Python's garbage collector before each capture: that takes longer than the capture.
+        # Not torch.cuda.graph, which runs Python's garbage collector before each capture: that takes longer than the capture. The
+        # collector is off meanwhile, since a graph that it frees would make the capture invalid.
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
+        self._collects = gc.isenabled()
+        gc.disable()
         try:
             graph.capture_begin(pool=self._pool)
         except BaseException:
-            torch.cuda.set_stream(before)
+            self._leave(before)
             raise
         self._graph = graph
         self._before = before
@@ -89,8 +94,13 @@ class CudaGraphRecorder:
         try:
             graph.capture_end()
         finally:
-            torch.cuda.set_stream(before)
+            self._leave(before)
         return graph.replay
+
+    def _leave(self, before: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(before)
+        if self._collects:
+            gc.enable()
 
 
 @contextmanager

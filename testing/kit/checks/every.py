@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.engine.execution.captured_step import CudaGraphRecorder
 from headway.core.oracle.cells import Finding, KitCell, Skipped, check_refusal
 from headway.core.oracle.steps import bits
 from headway.testing.kit.stage import Grid, Stage
@@ -209,30 +210,19 @@ class Recorded:
         """
         self._run = run
         run()
-        self._graph = _capture(run) if device.type == "cuda" else None
-
-    def replay(self) -> None:
-        """Run the captured calls again, and wait until they are complete."""
-        if self._graph is None:
-            with torch.inference_mode():
-                self._run()
-            return
-        self._graph.replay()
-        torch.cuda.synchronize()
-
-
-def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
         try:
-            run()
+            self._replay = CudaGraphRecorder().record(run) if device.type == "cuda" else None
         except Exception as error:
             raise Finding(
                 f"graph_level says that this can be captured: {' '.join(str(error).split())[:200]}",
                 guess="allocates or waits for the device inside a capture",
             ) from None
-        finally:
-            graph.capture_end()
-    return graph
+
+    def replay(self) -> None:
+        """Run the captured calls again, and wait until they are complete."""
+        if self._replay is None:
+            with torch.inference_mode():
+                self._run()
+            return
+        self._replay()
+        torch.cuda.synchronize()
