@@ -167,8 +167,11 @@ class _Server:
                 self._fork(*self._waiting.popleft())
 
     def _take(self, message: dict[str, Any]) -> None:
+        from headway.kernels.runtime.triton_launch import hash_helpers_first
+
         try:  # imports the module of the kernel, once for all forks
             given = pickle.loads(base64.b85decode(message["task"]))
+            hash_helpers_first(given["src"].fn)
         except Exception:
             reply(self._replies, {"number": message["number"], "compiled": False})
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
+from triton import JITFunction, knobs
 from triton.runtime import driver
 
 from headway.core.contract.kernel import AHEAD
@@ -57,6 +57,21 @@ class BoundKernel:
         self._compiled(self._grid, *first, *self._rest)
 
 
+def hash_helpers_first(kernel: Any) -> None:
+    """Compute a kernel's hash after the hashes of all functions that it calls, so that every process computes the same hash.
+
+    The hash of Triton 3.6 contains the constants of a called function only if that function was hashed before. It would depend
+    on the kernels that were hashed earlier, and kernels in the cache on disk would not be found.
+    """
+    if not isinstance(kernel, JITFunction) or kernel.hash is not None:
+        return
+    for name in kernel.fn.__code__.co_names:
+        called = kernel.fn.__globals__.get(name)
+        if called is not kernel:
+            hash_helpers_first(called)
+    _ = kernel.cache_key
+
+
 class Launcher:
     """A Triton kernel with a cache of its compiled variants, keyed by `key`.
 
@@ -65,6 +80,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any) -> None:
+        hash_helpers_first(kernel)
         self._kernel = kernel
         self._compiled: dict[Hashable, Compiled] = {}
         self._ahead: set[Hashable] = set()
