@@ -32,6 +32,7 @@ from headway.core.engine.ranks.torch_ranks import (
     make_store,
 )
 from headway.core.select.costs import AxisTimes
+from headway.core.system.json_files import write_json
 from headway.core.system.shared_ring import LifeSigns
 from headway.kernels.experts.bound import ExpertsKind
 from headway.kernels.experts.builtin import TOKEN_COUNTS
@@ -42,7 +43,7 @@ from headway.registry import create_registry
 from headway.tuning.measure.all_reduce import choose_all_reduce, explain_sums
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.table.convert import to_times
-from headway.tuning.table.files import read_table
+from headway.tuning.table.files import prior_path, read_table
 
 CPU = torch.device("cpu")
 CONFIG = dataclasses.replace(CONFIGS["gpt_oss"], intermediate_size=64)
@@ -113,6 +114,27 @@ def test_the_fastest_right_way_serves_and_is_remembered(cache: Path, caplog: pyt
     choose_experts([again], 60.0)
     assert fast.calls == runs, "nothing is measured twice"
     assert again.kernel_for(64).name == "fast"
+
+
+@pytest.mark.slow
+def test_shipped_times_are_used_without_measuring_and_their_choice_is_checked(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    choose_experts([kind_of(Fake("slow", 2e-3), Fake("fast", 3e-4), Fake("first"))], 60.0)
+    (path,) = cache.glob("*.json")
+    monkeypatch.setenv("HEADWAY_PRIORS", str(cache.parent / "priors"))
+    table = read_table(path, "experts")
+    write_json(table, prior_path(table.device, table.spec))
+    path.unlink()
+    caplog.clear()
+    slow, fast, first = Fake("slow"), Fake("fast"), Fake("first", off=1.3)
+    kind = kind_of(slow, fast, first)
+    choose_experts([kind], 60.0)
+    assert "measuring" not in caplog.text
+    assert "excluding first: its answer is off by 3.0e-01" in caplog.text
+    assert {kind.kernel_for(count).name for count in TOKEN_COUNTS} == {"fast"}
+    assert not slow.calls, "a kernel that is not chosen is not checked"
 
 
 def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

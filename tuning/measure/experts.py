@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -27,6 +27,7 @@ from headway.tuning.measure.counted_layer import INTERLEAVED, TRIED, CountedLaye
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.find_table import find_table
 from headway.tuning.measure.points import counted_points
+from headway.tuning.measure.timing import on_device
 from headway.tuning.table.convert import failures
 from headway.tuning.table.old_formats import HIDDEN
 from headway.tuning.table.schema import DeviceIdentity, ExpertsRecord
@@ -82,6 +83,7 @@ class ExpertLayer(CountedLayer):
     kind: ExpertsKind
     ahead: CompileAhead | None
     _tokens: dict[int, list[Tensor]] = field(default_factory=dict)
+    _faults: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def sample(self) -> BoundExperts:
@@ -112,10 +114,11 @@ class ExpertLayer(CountedLayer):
             self._tokens[count] = [self._draw(count, self.kind.spec.hidden_size) for _ in range(self.layers(count))]
         return self._tokens[count]
 
-    @cached_property
-    def wrong(self) -> dict[str, str]:
-        """Kernel -> description of its error, only for kernels with wrong answers."""
-        return {name: why for name, kernel in self.kind.kernels.items() if (why := self.fault(kernel))}
+    def wrong(self, name: str) -> str:
+        """Return the result of `fault` for a kernel, which is checked once."""
+        if name not in self._faults:
+            self._faults[name] = self.fault(self.kind.kernels[name])
+        return self._faults[name]
 
     def obey(self, seconds: float) -> None:
         """Select kernels of this kind by measured times, if any times exist. seconds: time that may be spent on measuring."""
@@ -125,12 +128,25 @@ class ExpertLayer(CountedLayer):
                 if kind.chooses and name in kind.kernels and name != kind.requested:
                     kind.leave_out(name, why)
             kind.use_times(self.times(table, TOKENS))
+            if table.prior is not None:
+                self._check_chosen()
+
+    def _check_chosen(self) -> None:
+        """Compile and check the kernels that shipped times select. A kernel with wrong answers is excluded."""
+        kind = self.kind
+        with on_device(self.on), torch.inference_mode():
+            with nullcontext() if self.ahead is None else self.ahead():
+                for count, name in kind.changes().items():
+                    with suppress(Exception):  # the check meets the same error and reports it
+                        self.run(kind.kernels[name], count)
+            while bad := next(filter(self.wrong, kind.changes().values()), None):
+                kind.leave_out(bad, self.wrong(bad))
 
     def able(self, count: int) -> list[str]:
         return [kernel.name for kernel in self.kind.serving(count)]
 
     def check(self, name: str, count: int) -> None:
-        if why := self.wrong.get(name):
+        if why := self.wrong(name):
             raise ArithmeticError(why)
 
     def layers(self, count: int) -> int:
@@ -144,7 +160,8 @@ class ExpertLayer(CountedLayer):
                     for kernel in self.kind.serving(count):
                         with suppress(Exception):  # the check meets the same error and reports it
                             self.run(kernel, count)
-        assert self.wrong is not None  # like the compilation of attention kernels, this does not count as measuring time
+        for name in self.kind.kernels:  # like the compilation of attention kernels, this does not count as measuring time
+            self.wrong(name)
         yield
 
     def run(self, kernel: ExpertsKernel, count: int) -> None:

@@ -193,10 +193,11 @@ def _first(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     """Return the table of a layer that has no stored table: a shipped table, a table derived from those of other layers or GPUs,
     or a table measured in full."""
     prior = layer.prior or layer.derived(seconds)
-    if prior is not None and seconds <= 0:
-        if missed := layer.missed(prior.unknown(layer.kernels)):
-            log.info("auto: the %s does not contain %s and is not used unchecked", prior.record().made, ", ".join(missed))
-        return None if missed else prior.unchecked()
+    if prior is not None and (seconds <= 0 or isinstance(layer.record, CountedRecord)):
+        missed = layer.missed(prior.unknown(layer.kernels))
+        if not missed:
+            return prior.unchecked()
+        log.info("auto: the %s does not contain %s and is not used unchecked", prior.record().made, ", ".join(missed))
     if prior is not None and layer.checks_later and (table := _tested(layer, prior)) is not None:
         return table
     if seconds <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -98,6 +99,7 @@ def test_gemma4_with_drafts_writes_what_transformers_writes(tmp_path: Path, devi
     """Heads of 256 and 512 elements. A KV cache that layers share is written once, and rejected drafts are taken back in all."""
     shape = {**GEMMA4, **SIZES, "head_dim": 256, "global_head_dim": 512, **own}
     reference = save_random(Gemma4TextConfig(**shape), tmp_path)
+    precise = deepcopy(reference).double()
     model = load_model(str(tmp_path), "float32", device, skip_tokenizer_init=True).decoder
     calls: list[tuple[str, int]] = []
 
@@ -113,9 +115,10 @@ def test_gemma4_with_drafts_writes_what_transformers_writes(tmp_path: Path, devi
     fast, expected = made_engine(model, REGISTRY, config), []
     prompts = [[*prompt, *prompt[:9]] for prompt in PROMPTS]
     for prompt, (tokens, logits, _) in zip(prompts, observed(fast, prompts, TOKENS), strict=True):
-        right = logits_by_transformers(reference, prompt, tokens)
+        right = logits_by_transformers(precise, prompt, tokens)
         assert tokens == right.argmax(-1).tolist()
-        assert (logits.cpu() - right).norm() < 1e-3 * right.norm()
+        rounding = (logits_by_transformers(reference, prompt, tokens) - right).norm()  # of 31B's shape, 6e-4 of the answer
+        assert (logits.cpu() - right).norm() < 4 * rounding + 1e-6 * right.norm()
         expected.append(tokens)
     assert_graphs(fast, device)
     ngram = REGISTRY.proposer("ngram").make(ProposerOptions())
