@@ -320,17 +320,16 @@ def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> An
 
     :raises ModelError: if the configuration cannot be read, or Headway does not support its model type.
     """
-    short = plain_config(stated) if plain else None
-    if short is not None:
-        return short
-    from transformers import CONFIG_MAPPING, AutoConfig
+    config: Any = plain_config(stated) if plain else None
+    if config is None:
+        from transformers import CONFIG_MAPPING, AutoConfig
 
-    if stated["model_type"] not in CONFIG_MAPPING:
-        raise ModelError(unknown(stated))
-    try:  # refuse the model's own code: for an auto_map transformers would prompt on the terminal
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ModelError(f"model {folder}: config.json cannot be used ({first_line(error)})") from error
+        if stated["model_type"] not in CONFIG_MAPPING:
+            raise ModelError(unknown(stated))
+        try:  # refuse the model's own code: for an auto_map transformers would prompt on the terminal
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:
+            raise ModelError(f"model {folder}: config.json cannot be used ({first_line(error)})") from error
     return _text_part(config) if config.model_type in TEXT_PARTS else config
 
 

@@ -70,7 +70,7 @@ def gemma4(config: Any) -> dict[str, Any]:
         raise BeyondDecoderError("use_bidirectional_attention: needs null or vision, got all")
     if getattr(config, "enable_moe_block", False):
         raise BeyondDecoderError("enable_moe_block: needs false, got true")
-    of_layers = (config.to_dict().get("per_layer_config") or {}).values()
+    of_layers = (getattr(config, "to_dict", dict[str, Any])().get("per_layer_config") or {}).values()
     others = sorted({key for each in of_layers for key in each} - {"head_dim", "num_key_value_heads"})
     if others:
         raise BeyondDecoderError(f"per_layer_config: needs head_dim and num_key_value_heads only, got {', '.join(others)}")

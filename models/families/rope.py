@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ log = logging.getLogger("headway")
 
 
 def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest: int | None = None) -> RopeConfig:
-    """Return the rotary embedding of a transformers configuration; transformers computes rare scaling types.
+    """Return the rotary embedding of a transformers configuration, or of a result of `plain_config`.
 
     layer_type: layer type to read, if `rope_parameters` has an entry per type. longest: maximum sequence length, which
     selects `longrope`'s short or long factors for all positions; None means max_position_embeddings.
@@ -47,14 +47,16 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest
         inv_freq = torch.cat([inv_freq, inv_freq.new_zeros((head_dim - rotary_dim) // 2)])
         rotary_dim = head_dim
     elif kind in ("yarn", "longrope"):
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        _above_zero(parameters, "factor", 1.0)
-        if kind == "longrope":
-            original_length(config)
-        compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
-        nested = {} if layer_type is None else {"layer_type": layer_type}
-        inv_freq, factor = compute(config, torch.device("cpu"), seq_len=longest or config.max_position_embeddings, **nested)
+        most = config.max_position_embeddings
+        context = _above_zero(parameters, "original_max_position_embeddings", most if kind == "yarn" else None)
+        if kind == "yarn":  # transformers reads no `truncate` of a layer type
+            inv_freq, factor = _yarn(theta, rotary_dim, parameters, context, config.rope_parameters.get("truncate", True))
+        else:
+            stretch = torch.tensor(parameters["long_factor" if (longest or most) > context else "short_factor"]).float()
+            inv_freq = 1.0 / (stretch * theta ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim))
+            scale = _above_zero(parameters, "factor", most / context)
+            factor = math.sqrt(1 + math.log(scale) / math.log(context)) if scale > 1 else 1.0
+        factor = factor if parameters.get("attention_factor") is None else _above_zero(parameters, "attention_factor")
     else:  # `dynamic` depends on the length of the sequence
         raise BeyondDecoderError(f"rope_type: needs default, linear, llama3, yarn, longrope or proportional, got {kind}")
     still = (head_dim - rotary_dim) // 2
@@ -110,6 +112,20 @@ def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tens
     smooth = (context / wavelen - low) / (high - low)
     between = (wavelen >= context / high) & (wavelen <= context / low)
     return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched)
+
+
+def _yarn(theta: float, dim: int, parameters: Mapping[str, Any], context: float, truncate: bool) -> tuple[torch.Tensor, float]:
+    """Return YaRN's frequencies and attention factor (Peng et al. 2023). context: length of the original training."""
+    scale = _above_zero(parameters, "factor")
+    turns = [parameters.get(name) or default for name, default in (("beta_fast", 32), ("beta_slow", 1))]
+    low, high = ((dim * math.log(context / (each * 2 * math.pi))) / (2 * math.log(theta)) for each in turns)
+    low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
+    low, high = max(low, 0), min(high, dim - 1)
+    kept = 1 - ((torch.arange(dim // 2).float() - low) / ((high if high != low else high + 0.001) - low)).clamp(0, 1)
+    waves = theta ** (torch.arange(0, dim, 2).float() / dim)
+    mscales: list[Any] = [parameters.get(name) for name in ("mscale", "mscale_all_dim")]
+    above, below = (0.1 * each * math.log(max(scale, 1.0)) + 1.0 for each in (mscales if all(mscales) else (1, 0)))
+    return 1.0 / (scale * waves) * (1 - kept) + 1.0 / waves * kept, above / below
 
 
 def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -30,17 +31,20 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hybrid_models
 import plain_models
 from config_changes import changes, fields_read
+from config_defaults import defaults_of
 from dense_attention import logits_of_text
 from engine_logits import save_random
 from headway import LLM
 from headway.core.contract.errors import HeadwayError, ModelError
 from headway.models.families.families import FAMILIES, read_decoder_config
-from headway.models.families.plain_config import plain_config
-from headway.models.loader import load_model
+from headway.models.families.plain_config import DEFAULTS, plain_config
+from headway.models.families.rope import read_rope
+from headway.models.loader import config_of, load_model
 from plain_models import sizes
 from tiny_encoders import EMBEDDERS, save, vector
 from transformers_release import needs
@@ -231,6 +235,21 @@ def test_each_field_that_transformers_reads_is_computed_or_refused_by_name(tmp_p
 
 
 NUMBERS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16"}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG: dict[str, Any] = {
+    "type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 32}
 COMMON = sizes(300, 64, 96, 2, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=2, **NUMBERS)
 PLAIN = {
     "llama": {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
@@ -249,49 +268,107 @@ PLAIN = {
         "mlp_only_layers": [1],
         "sliding_window": None,
         "use_sliding_window": False,
+        "max_window_layers": 2,
     },
+    "gemma2": {**COMMON, **GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid"},
+    "gemma3_text": {**COMMON, **GEMMA, "model_type": "gemma3_text", "rope_local_base_freq": 1e4, "sliding_window_pattern": 2},
+    "gemma4_text": {**{key: COMMON[key] for key in COMMON if key != "rope_theta"}, **GEMMA, "model_type": "gemma4_text"}
+    | {"global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {**COMMON, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    | {"sliding_window": 32, "rope_scaling": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
+    "mixtral": {**COMMON, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "phi3": {**COMMON, "model_type": "phi3", "rope_scaling": LONG, "original_max_position_embeddings": 128, "pad_token_id": 0},
+    "smollm3": {**COMMON, "model_type": "smollm3", "use_sliding_window": False, "no_rope_layer_interval": 2},
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
+"""As transformers 4 wrote them; SAVED are those of transformers 5."""
+READ = json.loads(DEFAULTS.read_text())
+_MORE = {
+    f"reads images, {config.model_type}": config
+    for config in (*plain_models.GEMMA4_READS_IMAGES[::2], hybrid_models.READS_IMAGES)
 }
-CHANGES = {
+SAVED = {
+    f"{name}, saved": {**json.loads(config.to_json_string()), "dtype": "bfloat16"}
+    for name, config in {**ROWS, **_MORE}.items()
+    if config.model_type in READ and name not in ("gpt2", "qwen2")  # with keys of other models, and with a window
+}
+BOTH = {"full_attention": {**LINEAR, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+CHANGES: dict[str, list[Any]] = {
     "rope_theta": [None, 500000, "many", 1e4],
     "rope_scaling": [
-        LLAMA3,
-        {**LLAMA3, "extra": 1},
-        None,
-        {"rope_type": "linear", "factor": 2.0},
-        {"type": "yarn", "factor": 4.0},
+        *(
+            LLAMA3,
+            {**LLAMA3, "extra": 1},
+            None,
+            {},
+            LINEAR,
+            {"type": "linear", "factor": 2},
+            {"type": "yarn", "factor": 4.0},
+            YARN,
+        ),
+        *({**YARN, "truncate": False}, {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}, {**YARN, "attention_factor": 1.5}, LONG),
+        *(
+            {**LONG, "factor": 3.0},
+            {**LONG, "short_factor": [1.0] * 6, "long_factor": [2] * 6},
+            {"type": "su"},
+            {"type": "dynamic"},
+        ),
+        *({**LONG, "original_max_position_embeddings": 64}, {"rope_type": "default", "partial_rotary_factor": 0.5}, BOTH),
     ],
     "rope_parameters": [
-        {**LLAMA3, "rope_theta": 5e5},
-        None,
-        {"rope_theta": 5e5, "rope_type": "default"},
-        {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0},
+        *(
+            {**LLAMA3, "rope_theta": 5e5},
+            None,
+            {},
+            {"rope_theta": 5e5, "rope_type": "default"},
+            {**LINEAR, "rope_theta": 5e5},
+            YARN,
+        ),
+        *({**YARN, "rope_theta": 5e5}, LONG, BOTH, {**BOTH, "full_attention": {**YARN, "rope_theta": 5e5}}),
+        *({**BOTH, "full_attention": LINEAR}, {**BOTH, "full_attention": None}, {"full_attention": BOTH["full_attention"]}),
     ],
+    "rope_local_base_freq": [None, 5000, 2e4],
+    "partial_rotary_factor": [0.5, 1.0, None],
+    "max_position_embeddings": [64, 4096, None],
+    "original_max_position_embeddings": [64, None],
     "sliding_window": [None, 16],
     "use_sliding_window": [True, False],
     "max_window_layers": [0, 1, 2],
-    "layer_types": [None, ["full_attention"] * 2, ["sliding_attention", "full_attention"]],
+    "layer_types": [
+        *(None, ["full_attention"] * 2, ["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]),
+        *(["linear_attention"] * 2, ["attention", "full_attention"], []),
+    ],
+    "sliding_window_pattern": [1, 2, 3, None],
+    "full_attention_interval": [1, 3],
+    "no_rope_layer_interval": [1, 3],
+    "no_rope_layers": [None, [1, 0]],
+    "num_hidden_layers": [1, 2, 7],
     "head_dim": [None, 16, 32],
+    "global_head_dim": [16, 24, None],
+    "num_global_key_value_heads": [1, None],
+    "attention_k_eq_v": [True, False],
+    "per_layer_config": [{}, {"01": {"head_dim": 24}}, {"1": {"num_attention_heads": 2}}, {"7": {"head_dim": 24}}, None],
     "num_key_value_heads": [None, 4],
+    "hidden_size": [128, 66],
     "attention_bias": [True, None],
     "mlp_bias": [True],
     "tie_word_embeddings": [True, None],
     "eos_token_id": [None, [2, 3]],
     "dtype": ["float16", "float64", None],
     "hidden_act": ["gelu"],
+    "hidden_activation": ["gelu", None],
+    "attn_logit_softcapping": [None, 3.0, 3],
+    "use_bidirectional_attention": [None, True, False, "vision", "all"],
     "rms_norm_eps": [1e-6, 1, 0.0],
-    "partial_rotary_factor": [0.5],
     "use_cache": [False],
     "num_experts": [4, None],
+    "num_local_experts": [4, None],
     "decoder_sparse_step": [2, None],
     "norm_topk_prob": [False, None],
     "mlp_only_layers": [[], None],
+    "moe_layer_freq": [2, None],
+    "scoring_func": ["softmax", 1],
+    "topk_method": ["greedy", "noaux_tc", None],
+    "auto_map": [{"AutoConfig": "configuration_phi3.Phi3Config"}, {}, None, "x"],
 }
 _GONE = object()
 
@@ -299,24 +376,31 @@ _GONE = object()
 def fields(config: Any) -> dict[str, Any]:
     """All that Headway reads of a configuration, or the reason why it refuses it."""
     try:
-        decoder = dataclasses.asdict(read_decoder_config(config))
-    except ModelError as error:
+        decoders = [dataclasses.asdict(read_decoder_config(config, longest)) for longest in (None, 48, 10**6)]
+    except Exception as error:  # as load_model does, which gives all of them a line
         return {"refused": str(error)}
-    return {**decoder, "dtype": config.dtype, "eos": config.eos_token_id}
+    return {"decoders": decoders, "dtype": config.dtype, "eos": config.eos_token_id}
 
 
-def by_transformers(folder: Path) -> Any:
-    from transformers import AutoConfig
+def by_transformers(folder: Path, stated: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(stated))
+    return config_of(folder, stated, plain=False)
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
-
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", [*PLAIN, *SAVED])
 def test_an_ordinary_file_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PLAIN[kind]))
-    plain = plain_config(PLAIN[kind])
+    stated = {**PLAIN, **SAVED}[kind]
+    before = json.dumps(stated)
+    assert plain_config(stated) is not None
+    plain = config_of(tmp_path, stated)
     assert plain.dtype is torch.bfloat16
-    assert fields(plain) == fields(by_transformers(tmp_path))
+    assert fields(plain) == fields(by_transformers(tmp_path, stated))
+    assert json.dumps(stated) == before, "the checkpoint's other readers need it as it is"
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    needs("the defaults in config_defaults.json")
+    assert {kind: defaults_of(kind) for kind in READ} == READ
 
 
 @pytest.mark.parametrize("spelling", [{"rope_scaling": LLAMA3}, {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}])
@@ -324,11 +408,8 @@ def test_llama_3_1s_frequencies_are_transformers(tmp_path: Path, spelling: dict[
     changed = {**PLAIN["llama"], "rope_theta": 500000.0, **spelling}
     if "rope_parameters" in spelling:
         del changed["rope_theta"]
-    (tmp_path / "config.json").write_text(json.dumps(changed))
-    plain, whole = plain_config(changed), by_transformers(tmp_path)
+    plain, whole = plain_config(changed), by_transformers(tmp_path, changed)
     assert plain is not None
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     expected, factor = ROPE_INIT_FUNCTIONS["llama3"](whole, torch.device("cpu"))
     found = read_decoder_config(plain)
     assert torch.equal(torch.tensor(found.ropes[0].inv_freq), expected)
@@ -339,26 +420,73 @@ def test_llama_3_1s_frequencies_are_transformers(tmp_path: Path, spelling: dict[
     assert ratios[2] == pytest.approx(1 / 8), "a long one is stretched"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(sorted(PLAIN)), st.dictionaries(st.sampled_from(sorted(CHANGES)), st.integers(0, 5), max_size=3))
+_NUMBERS = st.floats(0.125, 4.0)
+_LENGTHS = st.integers(16, 8192)
+_STRETCHED = {"factor": st.floats(0.5, 40.0), "attention_factor": st.none() | _NUMBERS}
+_PARTS = {
+    "rope_theta": st.floats(10.0, 1e7) | st.integers(10, 10**7),
+    "original_max_position_embeddings": _LENGTHS,
+    "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
+}
+_YARN = {"truncate": st.booleans(), "mscale": _NUMBERS, "mscale_all_dim": _NUMBERS, "beta_fast": st.none() | st.floats(2.0, 64.0)}
+_FACTORS = dict.fromkeys(("short_factor", "long_factor"), st.lists(_NUMBERS, min_size=16, max_size=16))
+ROPES = st.fixed_dictionaries(
+    {"rope_type": st.just("yarn"), **_PARTS, "factor": _STRETCHED["factor"]},
+    optional={**_YARN, "beta_slow": _NUMBERS, "attention_factor": _STRETCHED["attention_factor"]},
+) | st.fixed_dictionaries({"rope_type": st.just("longrope"), **_PARTS, **_FACTORS}, optional=_STRETCHED)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ROPES, _LENGTHS, _LENGTHS, st.booleans())
+def test_yarn_and_longrope_are_transformers(rope: dict[str, Any], longest: int, most: int, nested: bool) -> None:
+    half = int(32 * rope["partial_rotary_factor"]) // 2
+    rope |= {name: rope[name][:half] for name in _FACTORS if name in rope}
+    both = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    kind: Any = Gemma3TextConfig if nested else LlamaConfig
+    config = kind(**sizes(90, 128, 96, 2), head_dim=32, max_position_embeddings=most, rope_parameters=both if nested else rope)
+    layer_type = "full_attention" if nested else None
+    compute: Any = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    expected, factor = compute(config, torch.device("cpu"), seq_len=longest, layer_type=layer_type)
+    found = read_rope(config, 32, layer_type, longest)
+    assert torch.equal(torch.tensor(found.inv_freq[:half]), expected)
+    assert set(found.factors[:half]) == {factor}
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([*PLAIN, *SAVED]), st.dictionaries(st.sampled_from(sorted(CHANGES)), st.integers(0, 19), max_size=4))
 def test_whatever_is_read_plainly_is_what_transformers_reads(tmp_path: Path, kind: str, chosen: dict[str, int]) -> None:
-    changed = dict(PLAIN[kind])
+    changed = copy.deepcopy({**PLAIN, **SAVED}[kind])
     for name, number in chosen.items():
+        place = changed["text_config"] if number % 2 and "text_config" in changed else changed
         value = [*CHANGES[name], _GONE][number % (len(CHANGES[name]) + 1)]
-        changed.pop(name, None)
+        place.pop(name, None)
         if value is not _GONE:
-            changed[name] = value
-    plain = plain_config(changed)
-    if plain is not None:
-        (tmp_path / "config.json").write_text(json.dumps(changed))
-        assert fields(plain) == fields(by_transformers(tmp_path)), changed
+            place[name] = value
+    if plain_config(changed) is not None:
+        assert fields(config_of(tmp_path, changed)) == fields(by_transformers(tmp_path, changed)), changed
 
 
 @pytest.mark.slow  # a process for each
-@pytest.mark.parametrize("shape", ["llama-3-8b", "qwen3-0.6b", "qwen3-30b-a3b"])  # hybrids are read by transformers
+@pytest.mark.parametrize("shape", ["gemma-4-e2b", "gpt-oss-20b", "llama-3-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])
 def test_shipped_shapes_need_no_transformers(shape: str) -> None:
     code = (
         "import sys; from pathlib import Path; from headway.models import loader; "
         f"loader.read_config(Path(loader.__file__).parent / 'shapes' / {shape!r}); assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow  # a process
+def test_a_start_needs_no_transformers(tmp_path: Path) -> None:
+    kinds = ("llama", "qwen2", "gemma3_text", "gemma4_text", "gpt_oss", "phi3")
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps(PLAIN[kind]))
+    code = (
+        "import sys; from headway import LLM, SamplingParams\n"
+        f"for kind in {kinds}:\n"
+        f"    llm = LLM({str(tmp_path)!r} + '/' + kind, load_format='dummy', device='cpu', autotune_budget=0)\n"
+        "    llm.generate({'prompt_token_ids': [5, 6, 7]}, SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "    assert 'transformers' not in sys.modules, kind\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -130,7 +130,8 @@ def test_code_of_the_models_own_is_never_run_and_nobody_is_asked(tmp_path: Path,
     code = "raise SystemExit('the code of the model was run')"
     (tmp_path / "custom.py").write_text(code)
     auto_map = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
-    assert read_config(write(tmp_path, **LLAMA, auto_map=auto_map)).hidden_size == 32
+    folder = write(tmp_path, **LLAMA, auto_map=auto_map)
+    assert read_config(folder).hidden_size == read_config(folder, plain=False).hidden_size == 32
     text = refused(write(tmp_path, model_type="custom", architectures=["CustomForCausalLM"], auto_map=auto_map))
     assert "got CustomForCausalLM" in text
 

@@ -10,6 +10,7 @@ SINCE = {
     "DeepseekV2ForCausalLM": "5.15",  # its experts in groups raise before 5.13, and YaRN's factor is not in its scale before 5.15
     "DiffLlamaForCausalLM": "5.13",  # as RecurrentGemma: knows no attention but its own before
     "RecurrentGemmaForCausalLM": "5.13",
+    "the defaults in config_defaults.json": "5.24",
     "generate with Headway's attention": "5.17",
     "continuous batching with Headway's attention": "5.19",
 }
