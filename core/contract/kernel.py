@@ -56,9 +56,11 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device and return without waiting for the copy.
 
     The copy uses pinned memory, which torch keeps until the copy is done. A copy from pageable memory would wait for all work
-    queued on the device, and thus defeat overlapped scheduling.
+    queued on the device, and thus defeat overlapped scheduling. While kernels are compiled ahead, nothing is queued.
     """
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if AHEAD.get() is None else tensor.to(device)
 
 
 Listener = Callable[[str], None]
