@@ -35,8 +35,9 @@ log = logging.getLogger("headway")
 
 QUIET = 2.0
 """Seconds without a request before measuring begins or continues."""
-_SLICE = 96
-"""Number of points that one child process measures. The next one then starts with the points that matter most by then."""
+_SLICES = 24, 96
+"""Number of points that the first child process measures, and each later one. The next one starts with the points that matter
+most by then; the first one is to help soon."""
 _WINDOW = 2.0
 """Seconds in which the child process runs for the allowed share."""
 _POLL = 0.2
@@ -135,12 +136,13 @@ class IdleTuner:
 
     def next_slice(self) -> tuple[AttentionSpec, Sequence[Point]] | None:
         """Return the layer and the points to measure next: those around the steps that took the most time come first."""
-        ranked = []
+        ranked, most = [], _SLICES[self._engine.stats.tuned_points > 0]
         for spec in self._layers:
             weights = self._weights(spec)
             left = sorted(self._left(spec), key=lambda point: (-weights.get(point.key, 0.0), point.level))
             if left:
-                ranked.append((sum(weights.get(point.key, 0.0) for point in left), len(left), spec, left[:_SLICE]))
+                total = sum(weights.get(point.key, 0.0) for point in left)
+                ranked.append((total, len(left), spec, left[:most]))
         return max(ranked, key=lambda each: each[:2])[2:] if ranked else None
 
     def _weights(self, spec: AttentionSpec) -> dict[PointKey, float]:
@@ -180,6 +182,7 @@ class IdleTuner:
             given_up=given_up,
             command="idle tuning",
         )
+        log.info("auto: measuring %d points of %s while idle", len(todo), layer.record)
         found = None
         try:
             found = measure_in_child(options, layer.registry, self._started)

@@ -28,21 +28,14 @@ def compile_ahead(device: torch.device) -> CompileAhead | None:
     def prepare() -> None:
         from triton.runtime import driver
 
+        from headway.kernels.runtime.triton_cache import hash_triton
+
         with suppress(Exception):  # the first compilation raises the same error
             _ = driver.active
             hash_triton()
 
     Thread(target=prepare, name="triton-key", daemon=True).start()
     return compile_with_triton
-
-
-def hash_triton() -> None:
-    """Compute the hash of Triton's own library, for which the first compilation would wait. Triton keeps it."""
-    from triton.runtime import cache
-
-    key = getattr(cache, "triton_key", None)  # not part of Triton's public interface
-    if key is not None:
-        key()
 
 
 @contextmanager

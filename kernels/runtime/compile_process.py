@@ -205,11 +205,14 @@ if __name__ == "__main__":
     from triton.backends.nvidia import compiler, driver  # noqa: F401  (once for all forks)
     from triton.compiler import code_generator  # noqa: F401
 
-    from headway.kernels.runtime.compile_ahead import hash_triton
-    from headway.kernels.runtime.triton_cache import use_kernel_cache
+    from headway.kernels.runtime.triton_cache import hash_triton, use_kernel_cache
 
-    hash_triton()
+    hashing = Thread(target=hash_triton)
+    hashing.start()
+    import headway.kernels.runtime.triton_launch  # noqa: F401  (imports torch, as most kernels do)
+
     use_kernel_cache()
     if "TRITON_STORE_BINARY_ONLY" not in os.environ:  # an engine reads nothing else, and loads its kernels faster
         knobs.compilation.store_binary_only = True
+    hashing.join()  # no thread may run when this process forks
     _Server().serve()

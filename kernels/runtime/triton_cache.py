@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from triton import knobs
+from triton.runtime import cache
 from triton.runtime.cache import FileCacheManager
 
 from headway.core.system.files import kernel_folders, read_text, warn_unwritable, write_whole
@@ -24,6 +25,13 @@ def use_kernel_cache() -> None:
     """Make Triton use `KernelCache` in this process, unless another cache manager is configured."""
     if knobs.cache.manager_class is None:
         knobs.cache.manager_class = KernelCache
+
+
+def hash_triton() -> None:
+    """Compute the hash of Triton's own library, for which the first compilation would wait. Triton keeps it."""
+    key = getattr(cache, "triton_key", None)  # not part of Triton's public interface
+    if key is not None:
+        key()
 
 
 class KernelCache(FileCacheManager):  # type: ignore[misc]

@@ -48,6 +48,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.select.kernels import DEFAULT_BLOCK_SIZES
 from headway.core.system.child import die_with_parent, how_it_ended, message_of, open_replies, reply
 from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.runtime.compile_process import compile_process
 from headway.registry import Registry, create_registry
 from headway.registry.hookspecs import PROJECT
 from headway.registry.isolation import Verdict
@@ -461,7 +462,8 @@ def _measure(request: Mapping[str, Any], replies: TextIO) -> None:
     options = replace(options, compile_ahead=compile_ahead(options.spec.device))
     try:
         registry = create_registry(request["plugins"], block=request["block"])  # these plugins have already passed their trial
-        run_kernel_level(options, registry, report=lambda at, point: reply(replies, {"at": at, "point": point}))
+        with compile_process(options.spec.device.type):
+            run_kernel_level(options, registry, report=lambda at, point: reply(replies, {"at": at, "point": point}))
     except (HeadwayError, OSError) as error:
         reply(replies, {"error": str(error)})
     else:
