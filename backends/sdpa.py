@@ -19,9 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from headway.backends.options import Options
+from headway.backends.sdpa_in_tiles import attend_in_tiles
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -107,7 +109,7 @@ class SDPA(AttentionBackend):
         exact_host_lengths=True,  # gathers and masks with the host's lengths
         lse=True,
         shares_plans=True,
-        batch_invariant=True,
+        invariance=Invariance.PHASE,
     )
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
@@ -121,6 +123,11 @@ class SDPA(AttentionBackend):
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
+
+    @property
+    def _in_tiles(self) -> bool:
+        """True if a token's bits must not depend on the phase."""
+        return self.spec.invariance >= Invariance.PHASE
 
     def plan(self, metadata: AttentionMetadata) -> list[DenseGroup]:
         """Return groups of consecutive sequences for dense calls, with gather indices and masks for all layers."""
@@ -158,7 +165,7 @@ class SDPA(AttentionBackend):
             return DenseGroup(tokens, count, query_len, None, None, causal=self.spec.causal and query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
         every_key_seen = query_len == 1 and plain and equal
-        bias = None if every_key_seen else self._bias(kv_lens, query_len, longest).to(device)
+        bias = None if every_key_seen or self._in_tiles else self._bias(kv_lens, query_len, longest).to(device)
         run = None
         if slots is not None and not self.spec.batch_invariant and equal:
             blocks = -(-longest // metadata.block_size)
@@ -223,6 +230,11 @@ class SDPA(AttentionBackend):
         """Run one dense call. keys, values: [count, kv_len, num_kv_heads, head_dim or v_head_dim]; lse: float32 [num_heads,
         num_tokens]."""
         rows = q[group.tokens]
+        if self._in_tiles:
+            out[group.tokens], sums = attend_in_tiles(rows, keys[0], values[0], self.spec)
+            if lse is not None:
+                lse[:, group.tokens] = sums
+            return
         if self.spec.batch_invariant:  # a copy has an aligned address, independent of the sequence's position in the step
             rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias

@@ -25,6 +25,7 @@ from headway.core.contract.experts import (
     ExpertsWeights,
 )
 from headway.core.contract.kernel import GraphLevel, Kernel, KernelInfo, announce_compilation
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import (
     HND,
     LATENT,
@@ -96,6 +97,7 @@ __all__ = [
     "KV_DTYPES",
     "Kernel",
     "KernelInfo",
+    "Invariance",
     "LATENT",
     "LayerCache",
     "LayoutInfo",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, Param
 
 from headway.compat.vllm_words import FLAGS, VALUES
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
+from headway.core.contract.layer import Invariance
 from headway.core.engine.data.config import EngineConfig
 from headway.core.system.text import shown
 from headway.models.checkpoints.locate import ALIASES, ModelOrigin, locate
@@ -174,14 +175,19 @@ class EngineArgs(EngineConfig):
         if self.tensor_parallel_size > 1:
             hint = "speculate='suffix' needs no model"
             raise ConfigError("speculative_model", "tensor_parallel_size=1", self.tensor_parallel_size, hint)
-        if self.deterministic:
+        if self.invariance is Invariance.BATCH:
             need = "steps whose shape changes no bit, which deterministic forbids"
             raise ConfigError("speculative_model", need, self.speculative_model)
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:
-        """Return the options given as a call's arguments. :raises ConfigError: if an option is unknown or invalid."""
+        """Return the options given as a call's arguments. deterministic may also be a level.
+
+        :raises ConfigError: if an option is unknown or invalid.
+        """
         refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
+        if isinstance(level := options.get("deterministic"), str):
+            options = {"deterministic_level": level, **options, "deterministic": True}
         check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
 

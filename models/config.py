@@ -9,6 +9,7 @@ import torch
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.experts import ExpertsConfig
+from headway.core.contract.layer import Invariance
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.kernels.step.config import Activation, GateActivation, LatentConfig
@@ -322,7 +323,7 @@ def cached_spec(
     device: torch.device,
     *,
     sinks: tuple[float, ...] | None = None,
-    batch_invariant: bool = False,
+    invariance: Invariance = Invariance.NONE,
 ) -> AttentionSpec:
     """Return the attention spec of a layer's KV cache. sinks: sink logit of each query head, from the checkpoint."""
     config = config.of_layer(layer)
@@ -347,7 +348,7 @@ def cached_spec(
         sliding_window=layer.sliding_window,
         softcap=config.softcap,
         sinks=sinks,
-        batch_invariant=batch_invariant,
+        invariance=invariance,
     )
 
 
@@ -358,6 +359,8 @@ def expanded_spec(config: DecoderConfig, latent: LatentConfig, cached: Attention
     )
 
 
-def state_spec(state: StateConfig, dtype: torch.dtype, device: torch.device) -> StateSpec:
-    """Return the state spec of a recurrent layer with the dtype and device of the loaded model."""
-    return replace(state.spec, dtype=dtype, device=device)
+def state_spec(
+    state: StateConfig, dtype: torch.dtype, device: torch.device, invariance: Invariance = Invariance.NONE
+) -> StateSpec:
+    """Return the state spec of a recurrent layer with the dtype, device and invariance of the loaded model."""
+    return replace(state.spec, dtype=dtype, device=device, invariance=invariance)

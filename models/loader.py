@@ -13,6 +13,7 @@ import torch
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
 from headway.core.contract.weights import QuantizedWeight
@@ -79,8 +80,8 @@ class LoadedModel:
 class LoadOptions:
     """Rarely used options of `load_model`."""
 
-    batch_invariant: bool = False
-    """True for deterministic mode; see Decoder."""
+    invariance: Invariance = Invariance.NONE
+    """Level of deterministic mode; see Decoder."""
     torch_compile: bool | None = False
     """True to compile the layers of a model that runs on transformers' code. None also compiles the layers, but continues
     uncompiled if this fails."""
@@ -141,7 +142,7 @@ def load_model(
         stores = _Stores(stored, quantization, readers, dtype == "float32", options.experts)
         weights = _weights(native, folder, chosen, device, dummy, stores)
         with torch.inference_mode():
-            decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots, options.kernels, options.experts)
+            decoder = Decoder(native, weights, options.invariance, ranks, options.slots, options.kernels, options.experts)
         if options.kernels is not None:
             options.kernels.check_named(decoder.linear_choices)
         options.experts.check()
@@ -175,7 +176,7 @@ def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | 
     :raises HeadwayError: if an unsupported option is set; the error names the option.
     """
     need, hint = "a model that Headway's decoder computes", "model_impl='headway' says what Headway's decoder lacks"
-    if options.batch_invariant:
+    if options.invariance:
         raise ConfigError("deterministic", need, name, "transformers' code is not batch-invariant")
     if ranks.size > 1:
         got = f"{ranks.size} with {name}"

@@ -15,6 +15,7 @@ from headway.core.contract.capabilities import FEATURES
 from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo, ReasoningSyntax
 from headway.core.contract.errors import PluginError
 from headway.core.contract.kernel import GraphLevel, KernelInfo
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
@@ -201,6 +202,7 @@ _CLAIMS: Mapping[str, Sequence[_Rule]] = {
     "fused": [(lambda found: _texts(found) and found <= set(FUSED), f"out of {', '.join(FUSED)}")],
     "activations": [(_texts, "a frozenset of texts")],
     "bool": [(lambda found: isinstance(found, bool), "True or False")],
+    "Invariance": [(lambda found: isinstance(found, Invariance), "a member of Invariance")],
     "int | None": [(lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any")],
     "tuple[int, ...] | None": [(lambda found: found is None or _counts(found), _SIZES)],
     "tuple[torch.dtype, ...] | None": [

@@ -22,6 +22,7 @@ from headway.backends.states.plans import (
     plan_step,
 )
 from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.layer import Invariance
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import (
     CHECKPOINT_TOKENS,
@@ -114,6 +115,10 @@ _ELEMENTS = {
 }  # Maximum elements of `mamba1` states updated at once; on a CPU, more parallel chunks are slower
 
 
+def _nothing(token: int, state: Tensor) -> None:
+    """Do nothing with the state after a token."""
+
+
 class _Layer(NamedTuple):
     parameters: StateParameters
     cache: StateCache
@@ -126,7 +131,10 @@ class TorchStates(StateBackend):
     name = "torch"
     graph_level = GraphLevel.UNIFORM
     capabilities = StateCapabilities(
-        kinds=frozenset(STATE_KINDS), state_dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cpu", "cuda")
+        kinds=frozenset(STATE_KINDS),
+        state_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        devices=("cpu", "cuda"),
+        invariance=Invariance.PHASE,
     )
 
     def __init__(self, spec: StateSpec, layout: StateLayout) -> None:
@@ -171,6 +179,11 @@ class TorchStates(StateBackend):
         state = read_slots(layer.cache.logical_recurrent, block.slots, block.empty) if self.spec.recurrent else None
         for segment in block.segments:
             taken = _taken(x, segment)
+            if self.spec.invariance:
+                taken_gates = [_taken(gate, segment) for gate in gates]
+                result, history, state = self._scan_alone(block.chunk, segment, taken, taken_gates, layer, history, state)
+                self._put(result, segment, out)
+                continue
             inputs = taken.float()
             if history is not None:
                 joined = torch.cat((history, inputs), dim=1)
@@ -180,11 +193,71 @@ class TorchStates(StateBackend):
             else:
                 taken_gates = [_taken(gate, segment) for gate in gates]
                 result, state = self._scan_segment(block.chunk, segment, inputs, taken_gates, layer, state)
-            rows = result.reshape(-1, out.shape[-1])
-            rows = rows if segment.places is None else rows.index_select(0, segment.places)
-            out.index_copy_(0, segment.targets, rows.to(out.dtype))
+            self._put(result, segment, out)
         if state is not None:
             self._write_rows(layer.cache, block.last, state)
+
+    @staticmethod
+    def _put(result: Tensor, segment: Segment, out: Tensor) -> None:
+        rows = result.reshape(-1, out.shape[-1])
+        rows = rows if segment.places is None else rows.index_select(0, segment.places)
+        out.index_copy_(0, segment.targets, rows.to(out.dtype))
+
+    def _scan_alone(
+        self,
+        chunk: int,
+        segment: Segment,
+        x: Tensor,
+        gates: Sequence[Tensor],
+        layer: _Layer,
+        history: Tensor | None,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run a segment as `_scan_block` does, but compute each token as `_token` does. Arguments and results as there."""
+        result = x.new_zeros((*x.shape[:2], self.spec.out_channels), dtype=torch.float32)
+        history, state = (None if each is None else each.clone() for each in (history, state))
+        live = None if segment.valid is None else segment.valid.tolist()
+        for token in range(segment.length):
+            for row in range(x.shape[0]):
+                if live is None or live[row][token]:
+                    at = (slice(row, row + 1), slice(token, token + 1))
+                    self._token(x[at], [gate[at] for gate in gates], layer.parameters, history, state, result, at)
+            index = token // chunk
+            if state is not None and (token + 1) % chunk == 0 and index in segment.checkpoints:
+                self._write_rows(layer.cache, segment.checkpoints[index], state)
+        return result, history, state
+
+    def _token(
+        self,
+        x: Tensor,
+        gates: Sequence[Tensor],
+        parameters: StateParameters,
+        history: Tensor | None,
+        state: Tensor | None,
+        out: Tensor,
+        at: tuple[slice, slice],
+    ) -> None:
+        """Compute one token of one sequence, so that every step makes the same calls with tensors of the same shapes.
+
+        x, gates: [1, 1, ...]. history, state: float32 [n, ...] as in `_scan_block`, updated. out: float32 [n, L, ...], written.
+        at: the token's sequence and place. The state is rounded to the type in which it is stored, as if the step ended here.
+        """
+        row, inputs = at[0], x.float().contiguous()
+        if history is not None:
+            joined = torch.cat((history[row], inputs), dim=1)
+            history[row] = joined[:, 1:]
+            inputs = convolve(self.spec, parameters, joined)
+        if state is None:
+            out[at] = inputs
+            return
+        own, gates = state[row].clone(memory_format=torch.contiguous_format), [gate.contiguous() for gate in gates]
+        if self.spec.kind == MAMBA1:
+            own = _by_element(own).contiguous()
+            out[at] = step_selective(selective_operands(parameters, inputs, gates, None), own, _nothing)
+            own = _by_channel(own)
+        else:
+            out[at] = step_tokens(operands(self.spec, parameters, inputs, gates, None), own, _nothing).flatten(2)
+        state[row] = own.to(self.spec.state_dtype).float()
 
     def _scan_segment(
         self, chunk: int, segment: Segment, x: Tensor, gates: Sequence[Tensor], layer: _Layer, state: Tensor
@@ -223,6 +296,9 @@ class TorchStates(StateBackend):
     ) -> None:
         """Run one block of sequences of a decode step. x, gates, out: [n, L, ...]."""
         spec, states, (parameters, cache) = self.spec, _StepStates(plan, block), layer
+        if spec.invariance:
+            self._step_alone(plan.length, states, x, gates, layer, out)
+            return
         inputs = x.float()
         if spec.conv_channels:
             history = states.read(cache.logical_conv).transpose(1, 2)
@@ -242,6 +318,24 @@ class TorchStates(StateBackend):
             out.copy_(step_selective(selective_operands(parameters, inputs, gates, None), _by_element(state), after))
         else:
             out.copy_(step_tokens(operands(spec, parameters, inputs, gates, None), state, after).flatten(2))
+
+    def _step_alone(
+        self, length: int, states: _StepStates, x: Tensor, gates: Sequence[Tensor], layer: _Layer, out: Tensor
+    ) -> None:
+        """Run a block of a decode step as `_step_block` does, but compute each token as `_token` does."""
+        parameters, cache = layer
+        history = states.read(cache.logical_conv).transpose(1, 2).clone() if self.spec.conv_channels else None
+        state = states.read(cache.logical_recurrent).clone() if self.spec.recurrent else None
+        result = x.new_zeros(out.shape, dtype=torch.float32)
+        for token in range(length):
+            for row in range(x.shape[0]):
+                at = (slice(row, row + 1), slice(token, token + 1))
+                self._token(x[at], [gate[at] for gate in gates], parameters, history, state, result, at)
+            if history is not None:
+                states.keep(cache.logical_conv, token, history.transpose(1, 2))
+            if state is not None:
+                states.keep(cache.logical_recurrent, token, state)
+        out.copy_(result)
 
     @staticmethod
     def _write_rows(cache: StateCache, writes: Writes, state: Tensor) -> None:

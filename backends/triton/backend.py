@@ -20,6 +20,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -55,7 +56,7 @@ class TritonAttention(AttentionBackend):
         dense_prefill=True,
         non_causal=True,
         reads_live_slots=True,
-        batch_invariant=True,
+        invariance=Invariance.BATCH,
     )
     graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {

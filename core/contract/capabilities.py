@@ -9,7 +9,7 @@ from math import lcm
 
 import torch
 
-from headway.core.contract.layer import BLOCK_MULTIPLE, OPTIONAL
+from headway.core.contract.layer import BLOCK_MULTIPLE, OPTIONAL, Invariance
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES, AttentionSpec
@@ -73,9 +73,17 @@ class Capabilities:
     lse: bool = False
     """True if `prefill` and `decode` fill `lse`, the logarithm of the sum of exp(score) over the keys, if it is passed."""
     batch_invariant: bool = False
-    """True if the backend supports `AttentionSpec.batch_invariant`: the output of a sequence is then bit-identical whatever else
-    is in the step. No split, tile or grouping may depend on the number of sequences, on another sequence's length, or on the
-    phase (one sequence in EXTEND makes a step EXTEND). In decode, the claim covers one new token per sequence."""
+    """Older name of `invariance=Invariance.BATCH`."""
+    invariance: Invariance = Invariance.NONE
+    """Highest level that the backend supports as `AttentionSpec.invariance`. With BATCH, no split, tile or grouping may depend on
+    the number of sequences, on another sequence's length, or on the phase of a prompt (one sequence in EXTEND makes a step
+    EXTEND); in decode, it covers one new token per sequence. With PHASE, a token's bits depend only on its position, its query
+    and its sequence's keys and values."""
+
+    @property
+    def invariance_level(self) -> Invariance:
+        """Highest level that the backend declares, under either name."""
+        return max(self.invariance, Invariance(self.batch_invariant))
 
     def check(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Return every reason why a combination is outside the claims. The result is truthy if there is none. Never raises."""
@@ -162,8 +170,9 @@ class Capabilities:
             yield Reason("query heads a kv head", f"at most {most}", str(spec.group_size))
 
     def _refuse_features(self, spec: AttentionSpec) -> Iterator[Reason]:
-        if spec.batch_invariant and not self.batch_invariant:
-            yield Reason("batch_invariant", "a backend that declares it", "one that does not")
+        if spec.invariance > (level := self.invariance_level):
+            need, got = (each.name.lower() for each in (spec.invariance, level))
+            yield Reason("invariance", f"a backend that declares {need}", got)
         if not spec.causal and not self.non_causal:
             yield Reason("causal", "a backend that declares non_causal, so that queries see later keys", "causal=False")
         for feature in sorted(spec.features - self.features):

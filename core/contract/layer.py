@@ -6,12 +6,31 @@ element types by name. This module does not import torch, so that a table is dis
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, Final
 
 BLOCK_MULTIPLE: Final = 8
 """Common divisor of all block sizes that an engine accepts."""
 OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
 """Optional features of a layer: fields that are None in plain causal attention."""
+
+
+class Invariance(IntEnum):
+    """What does not change the bits of a token's output, as a backend promises and a layer requires. Each level includes those
+    below it."""
+
+    NONE = 0
+    """Nothing is promised."""
+    BATCH = 1
+    """The other sequences of the step."""
+    CHUNK = 2
+    """The chunks in which a prompt is computed, and how much of it was found in the prefix cache."""
+    PHASE = 3
+    """The phase: a token computed in a prompt, in decode or in verification has the same bits."""
+
+
+INVARIANCES = {"batch": Invariance.BATCH, "full": Invariance.PHASE}
+"""Level of deterministic mode -> what does not change a bit."""
 
 
 def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from headway.core.contract.layer import OPTIONAL, describe, fault_of
+from headway.core.contract.layer import OPTIONAL, Invariance, describe, fault_of
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -49,8 +49,8 @@ class AttentionSpec:
     """Key = cached key * k_scale: writers divide by it, backends multiply by it. 1 if the cache stores scales per token."""
     v_scale: float = 1.0
     """Value = cached value * v_scale."""
-    batch_invariant: bool = False
-    """True if a sequence's output must be bit-identical whatever else is in its step. Set in deterministic mode."""
+    invariance: Invariance = Invariance.NONE
+    """What must not change the bits of a token's output. Set in deterministic mode."""
     v_head_dim: int = 0
     """Number of elements per head of value and output. 0 means `head_dim`."""
     value_in_key: bool = False
@@ -78,6 +78,11 @@ class AttentionSpec:
         return replace(self, sinks=sinks, k_scale=1.0, v_scale=1.0)
 
     @property
+    def batch_invariant(self) -> bool:
+        """True if a sequence's output must be bit-identical whatever else is in its step."""
+        return self.invariance >= Invariance.BATCH
+
+    @property
     def group_size(self) -> int:
         """Number of query heads that share one kv head."""
         return self.num_heads // self.num_kv_heads
@@ -103,5 +108,5 @@ class AttentionSpec:
     def __str__(self) -> str:
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
         kv_dtype = KV_DTYPE_NAMES.get(self.cache_dtype, str(self.cache_dtype))
-        more = " batch_invariant" if self.batch_invariant else ""
+        more = f" {self.invariance.name.lower()}_invariant" if self.invariance else ""
         return describe(self, self.v_head_dim, dtype, kv_dtype, f" on {self.device.type}", more)

@@ -15,6 +15,7 @@ from torch import Tensor
 from headway.core.contract.backend import Lengths, Plan, StepLimits, check_made, lattice
 from headway.core.contract.errors import ConfigError, making
 from headway.core.contract.kernel import Kernel, KernelInfo
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import zeros
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import DTYPE_NAMES
@@ -61,6 +62,8 @@ class StateSpec:
     """Factor applied to beta (`gated_delta`, `kda`). 2 allows negative eigenvalues of the state transition."""
     dt_limits: tuple[float, float] = (0.0, math.inf)
     """Range to which dt is clamped after the softplus (`mamba2`)."""
+    invariance: Invariance = Invariance.NONE
+    """What must not change the bits of a token's output. Set in deterministic mode."""
 
     def __post_init__(self) -> None:
         fault = _fault_of(self)
@@ -86,7 +89,18 @@ class StateSpec:
         """Spec of the layer's convolution without the recurrence, as a layer of kind `conv`."""
         assert self.conv_channels
         return StateSpec(
-            CONV, 0, 0, 0, 0, self.conv_channels, self.conv_width, self.activation, self.dtype, self.device, self.state_dtype
+            CONV,
+            0,
+            0,
+            0,
+            0,
+            self.conv_channels,
+            self.conv_width,
+            self.activation,
+            self.dtype,
+            self.device,
+            self.state_dtype,
+            invariance=self.invariance,
         )
 
     @property
@@ -330,6 +344,8 @@ class StateCapabilities:
     """Supported value_dim, except for `mamba1`, whose channels have one value each. None means any."""
     max_draft_tokens: int = 7
     """Maximum number of draft tokens per sequence in `step`."""
+    invariance: Invariance = Invariance.NONE
+    """Highest level that the backend supports as `StateSpec.invariance`."""
 
     def check(self, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
         """Return every reason why a combination is outside the claims. The result is truthy if there is none. Never raises."""
@@ -345,6 +361,7 @@ class StateCapabilities:
         sizes = (("key_dim", spec.key_dim, self.key_dims), ("value_dim", spec.value_dim, values))
         rules = [
             (spec.kind in self.kinds, "kind", " or ".join(sorted(self.kinds)), spec.kind),
+            (spec.invariance <= self.invariance, "invariance", self.invariance.name.lower(), spec.invariance.name.lower()),
             (phase in self.phases, "phase", phases, phase.value),
             (self.layouts is None or layout in self.layouts, "state_layout", layouts, layout.name),
             (spec.device.type in self.devices, "device", " or ".join(self.devices), spec.device.type),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.kernel import CompileAhead
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import Model, embedding_size, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -520,7 +521,7 @@ def make_engine(parts: EngineParts) -> EngineLoop:
     limits = RequestLimits.of(
         config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size, embedding_size(model)
     )
-    scheduler = IndependentScheduler if config.deterministic else Scheduler
+    scheduler = IndependentScheduler if config.invariance is Invariance.BATCH else Scheduler
     engine = EngineLoop(executor, config, limits, parts.eos_token_ids, scheduler, drafting)
     executor.capture()
     return engine

@@ -185,7 +185,7 @@ def load_part(args: EngineArgs, registry: Registry, device: torch.device, ranks:
     :raises UnsupportedError: if a kernel named in the options cannot run on the device.
     """
     options = LoadOptions(
-        batch_invariant=args.deterministic,
+        invariance=args.invariance,
         torch_compile=args.compiles_on(device.type),
         quantization=args.quantization,
         tokenizer=args.tokenizer,

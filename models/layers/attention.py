@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.model import Attention, LatentLayer
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear
@@ -22,10 +23,9 @@ class SelfAttention:
     """Multi-head, grouped-query or multi-query attention."""
 
     def __init__(
-        self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
+        self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, invariance: Invariance
     ) -> None:
-        """place: index among the model's attention layers. batch_invariant: True if the attention backend must be
-        batch-invariant."""
+        """place: index among the model's attention layers. invariance: level that the attention backend must keep."""
         self._place = place
         weights, names, whole = tensors.weights, config.names, config
         hidden, dim = config.hidden_size, config.head_dim
@@ -55,7 +55,7 @@ class SelfAttention:
         if config.sinks:
             held = tensors.take(names.sinks, heads)
             sinks = tuple(([0.0] * heads.size) if held.is_meta else held.tolist())
-        self.spec = cached_spec(whole, layer, weights.dtype, weights.device, sinks=sinks, batch_invariant=batch_invariant)
+        self.spec = cached_spec(whole, layer, weights.dtype, weights.device, sinks=sinks, invariance=invariance)
         """Spec of the KV cache that the layer reads, its own or another layer's."""
 
     @property
@@ -151,15 +151,15 @@ class LatentAttention:
     """Attention whose KV cache holds one latent per token, from which the keys and values of all heads are expanded."""
 
     def __init__(
-        self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
+        self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, invariance: Invariance
     ) -> None:
         """place: index among the model's attention layers.
 
-        :raises ModelError: if batch_invariant is requested, or the configuration has unsupported biases.
+        :raises ModelError: if invariance is requested, or the configuration has unsupported biases.
         """
         latent, names, hidden = config.latent, config.names.latent, config.hidden_size
         assert latent is not None
-        if batch_invariant:
+        if invariance:
             raise ModelError("deterministic: the products of latent attention are not batch invariant; use another model")
         if config.qkv_bias and latent.q_lora_rank is None:
             raise ModelError("attention_bias: needs false where q_lora_rank is null, got true")

@@ -14,6 +14,7 @@ from torch.nn.functional import embedding
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.kernel import AHEAD
+from headway.core.contract.layer import Invariance
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
@@ -280,7 +281,7 @@ class Decoder:
         self,
         config: DecoderConfig,
         weights: WeightSource,
-        batch_invariant: bool = False,
+        invariance: Invariance = Invariance.NONE,
         ranks: Ranks = ONE_RANK,
         slots: AdapterSlots | None = None,
         kernels: LinearKernels | None = None,
@@ -288,22 +289,23 @@ class Decoder:
     ) -> None:
         """Read the layers' tensors from `weights`; with several ranks, read only this rank's shard (`ModelShard`).
 
-        batch_invariant: True if a row's bits must not depend on the other rows, which is slower.
+        invariance: what must not change a row's bits, which is slower. Attention and states keep this level; all other parts
+        compute rows alone at any level.
         ranks: communication between ranks, which must all make the same calls. The layers' specs have this rank's heads, and the
         logits cover this rank's part of the vocabulary.
         slots: adapter slots; None means no adapters.
         kernels, experts: kernels for linear and MoE layers; None means Headway's own.
 
-        :raises ModelError: if batch_invariant is requested, but GEMM results on this machine depend on the batch.
+        :raises ModelError: if invariance is requested, but GEMM results on this machine depend on the batch.
         :raises ConfigError: if the model does not divide among the ranks.
         """
         self.config = config
         names = config.names
-        self._invariant = batch_invariant
+        self._invariance = invariance
         self.device = weights.device
         self.dtype = weights.dtype
         shard = ModelShard(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
-        ranks = SumsInOrder(ranks) if batch_invariant else ranks
+        ranks = SumsInOrder(ranks) if invariance else ranks
         self._kernels = kernels
         tensors, vocabulary = LayerTensors(shard.own, weights, shard, ranks, kernels=kernels), shard.vocabulary
         table = vocabulary.table(tensors.take(f"{names.embed}.weight", vocabulary.axis, config.hidden_size))
@@ -317,7 +319,7 @@ class Decoder:
         self._shared = {config.place_of(index) for index, layer in enumerate(config.layers) if layer.shares_kv is not None}
         for index in range(config.num_layers):
             places = config.place_of(index), len(self.state_layers)
-            layer = DecoderLayer(shard.own, index, places, tensors, batch_invariant)
+            layer = DecoderLayer(shard.own, index, places, tensors, invariance)
             self.layers.append(layer)
             self.attention_specs += [layer.attention.spec] if layer.caches and layer.attention is not None else []
             self.state_layers += [] if layer.state is None else layer.state.state_layers
@@ -325,7 +327,7 @@ class Decoder:
         self.lm_head = _head(config, weights, tensors, vocabulary, table)
         self._missing = vocabulary.missing
         weights.finish(names.ignored, names.ignored_modules)
-        rows = TILE_ROWS[weights.device.type] if batch_invariant else None
+        rows = TILE_ROWS[weights.device.type] if invariance else None
         self.operations = self._operations(ranks, experts)
         self.adapters: AdapterBank | None = None
         """Slots for LoRA adapters and their weights. None means no adapters."""
@@ -366,7 +368,7 @@ class Decoder:
         inv_freq, factors = rope_tables(self.config.ropes, self.device)
         halves = [len(rope.inv_freq) for rope in self.config.ropes]
         operations = operations_for(inv_freq, factors, self._kernels, experts, halves)
-        if self._invariant:
+        if self._invariance:
             operations = invariant_operations(operations, self._linears, self.device, experts)
         plain = ranks.size == 1 and self.layer_inputs is None
         own = operations if isinstance(operations, NativeOperations) and plain else None
@@ -385,11 +387,11 @@ class Decoder:
         """Return a new part for the same index as in `part`, built from `weights`. Tensor parallelism is not supported. Raises
         the same errors as `__init__`."""
         if index is None:
-            return Decoder(replace(self.config, layers=()), weights, self._invariant, kernels=self._kernels).part(None)
+            return Decoder(replace(self.config, layers=()), weights, self._invariance, kernels=self._kernels).part(None)
         shard = ModelShard(self.config, by_expert=weights.device.type == "cpu")
         places = self.config.place_of(index), sum(each.num_states for each in self.layers[:index])
         tensors = LayerTensors(shard.own, weights, shard, ONE_RANK, kernels=self._kernels)
-        layer = DecoderLayer(shard.own, index, places, tensors, self._invariant)
+        layer = DecoderLayer(shard.own, index, places, tensors, self._invariance)
         layer.absorb_norms(self.operations)
         return layer
 
@@ -481,7 +483,7 @@ class DecoderLayer:
     """Decoder layer: attention, a recurrent part or both, then an MLP or experts, as defined by LayerConfig."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, places: tuple[int, int], tensors: LayerTensors, batch_invariant: bool
+        self, config: DecoderConfig, index: int, places: tuple[int, int], tensors: LayerTensors, invariance: Invariance
     ) -> None:
         """config: configuration of this rank's shard. places: number of attention layers and number of recurrent layers before
         this layer. tensors: reader of the model's tensors."""
@@ -494,13 +496,13 @@ class DecoderLayer:
         self.state: StatePart | None = None
         if layer.attention:
             attention = SelfAttention if config.latent is None else LatentAttention
-            self.attention = attention(config, layer, places[0], tensors, batch_invariant)
+            self.attention = attention(config, layer, places[0], tensors, invariance)
             k_scale, v_scale = read_kv_scales(tensors)
             self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's scale
         if layer.state:
             assert config.state is not None
             of_layer = replace(config, state=replace(config.state, slopes=layer.slopes))
-            self.state = STATE_PARTS[config.state.spec.kind](of_layer, places[1], tensors, batch_invariant)
+            self.state = STATE_PARTS[config.state.spec.kind](of_layer, places[1], tensors, invariance)
         mixer = self.attention or self.state
         self._mixer: MixerPart | SideBySide | OntoNormed | None = mixer
         if self.attention is not None and self.state is not None:

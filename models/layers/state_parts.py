@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from headway.core.contract.errors import ModelError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.state import StateParameters
 from headway.kernels.linear.axes import Axis
@@ -26,17 +26,13 @@ from headway.models.shard import StateShard
 class StatePart(ABC):
     """A recurrent part. Subclasses define the sections of the input projection and the use of each section."""
 
-    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        """place: index of the part's first layer among the model's recurrent layers.
-
-        :raises ModelError: if batch_invariant is requested.
-        """
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, invariance: Invariance) -> None:
+        """place: index of the part's first layer among the model's recurrent layers. invariance: level that the state backend
+        must keep."""
         assert config.state is not None
-        if batch_invariant:
-            raise ModelError("deterministic: layers with a state are not batch invariant; use a model of attention alone")
         state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
         self._place = place
-        self.spec = state_spec(state, weights.dtype, weights.device)
+        self.spec = state_spec(state, weights.dtype, weights.device, invariance)
         shard = tensors.shard.state
         sizes = self.sections(shard)
         self.norm = tensors.norm_if_any(names.norm, hidden)
@@ -145,8 +141,8 @@ class KimiDelta(StatePart):
     beta, and the first linear layers of the low-rank projections for the decay and the output gate.
     """
 
-    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        super().__init__(config, place, tensors, batch_invariant)
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, invariance: Invariance) -> None:
+        super().__init__(config, place, tensors, invariance)
         shard, (decay, gate) = tensors.shard.state, config.names.state.low_rank
         self.decay_proj = tensors.linear({decay: shard.keys}, shard.low_rank, False)
         self.gate_proj = tensors.linear({gate: shard.out}, shard.low_rank, False)
@@ -217,8 +213,8 @@ class Mamba1(StatePart):
     The convolution and the recurrence are two layers, each with a state.
     """
 
-    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        super().__init__(config, place, tensors, batch_invariant)
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, invariance: Invariance) -> None:
+        super().__init__(config, place, tensors, invariance)
         assert config.state is not None
         names, spec, rank, shard = config.names.state, self.spec, config.state.dt_rank, tensors.shard.state
         self._sizes = [rank, spec.key_dim, spec.key_dim]

@@ -288,7 +288,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
             cells += [mixed, mixed.plain("turns")] if modelled else [mixed]
             cells += [] if cell.layer else [mixed.plain("long", phase="long")]  # would take minutes for a large layer
         cells += [cell.plain("engine")] if modelled and phases & {"decode", "extend"} else []
-        cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature in ("none", *CACHE_TYPES) else []
+        cells += [cell.plain("invariant")] if said.invariance_level and cell.feature in ("none", *CACHE_TYPES) else []
         return cells
 
 

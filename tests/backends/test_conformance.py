@@ -14,6 +14,7 @@ from torch import Tensor
 from backend_cases import LAYOUTS, SPECS, case_of, spec
 from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, CacheLayout, write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -119,13 +120,13 @@ NAMES = list(create_registry(load_entry_points=False).backends)
 
 
 def check(registry: Registry, name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
-    asked = dataclasses.replace(layer, batch_invariant=True)
+    asked = dataclasses.replace(layer, invariance=Invariance.BATCH)
     for phase in Phase:
         support = registry.supports(name, asked, layout, block_size, phase)
         if not support and name not in registry.able(layer.device):
             pytest.skip(str(support))
-        claims = registry.backend(name).capabilities.batch_invariant
-        assert ("batch_invariant" in {reason.what for reason in support.reasons}) != claims, str(support)
+        claims = bool(registry.backend(name).capabilities.invariance_level)
+        assert ("invariance" in {reason.what for reason in support.reasons}) != claims, str(support)
         if not support:
             return
     writer = registry.layout(layout.name).load_writer(layer.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,8 +15,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import hybrid_models
+import plain_models
+from engine_logits import observed, save_random
 from headway import LLM, SamplingParams
+from headway.backends.sdpa import SDPA
 from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
@@ -130,6 +136,78 @@ def test_a_real_model_has_the_same_bits_alone_and_in_batches() -> None:
         assert beside[1] == tokens
 
 
+FULL = {**plain_models.ROWS, **hybrid_models.ROWS}
+OF_EVERY_DAY = ("qwen3", "gpt_oss", "qwen3_next")
+"""Models whose layers see all keys, with windows, sinks and experts, and with states."""
+ALSO = ("gemma2", "gemma4, as E2B", "smollm3", "qwen2_moe", "bamba", "jamba", "lfm2", "falcon_h1", "minimax", "olmo_hybrid")
+
+
+class Batchwise(SDPA):
+    """Promises the same bits in every batch, and no more."""
+
+    name = "batchwise"
+    capabilities = replace(SDPA.capabilities, invariance=Invariance.BATCH)
+
+
+def holds(rows: Tensor, wanted: Tensor) -> bool:
+    """Whether rows hold all wanted ones in their order; between them may be those of rejected drafts."""
+    left = iter(rows)
+    return all(any(torch.equal(row, want) for row in left) for want in wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*OF_EVERY_DAY, *(pytest.param(each, marks=pytest.mark.slow) for each in ALSO)])
+def test_at_level_full_nothing_that_a_step_does_changes_a_bit(tmp_path: Path, name: str, dtype: str) -> None:
+    """By itself and in a batch, in chunks, after hits, as a prompt that was written before, after preemption, with drafts."""
+    save_random(FULL[name], tmp_path)
+    random, length = Random(name), 20
+    prompts = [[random.randrange(3, FULL[name].vocab_size) for _ in range(count)] for count in (70, 1, 100, 37)]
+    prompts += [[*prompts[2][:90], 9, 8, 7], [5, 6, 7, 8] * 12]
+
+    def engine(**options: Any) -> EngineLoop:
+        given = {"deterministic": "full", "dtype": dtype, "max_model_len": 128, "max_num_seqs": 16, "skip_tokenizer_init": True}
+        return llm(tmp_path, **{**given, "async_scheduling": False, **options}).engine
+
+    base = engine(enable_prefix_caching=False)
+    alone = [observed(base, [prompt], length)[0] for prompt in prompts]
+
+    def compare(found: list[tuple[list[int], Tensor, int]]) -> int:
+        for (tokens, rows, _), (others, wanted, _) in zip(found, alone, strict=True):
+            assert tokens == others
+            assert torch.equal(rows, wanted) if len(rows) == len(wanted) else holds(rows, wanted)
+        return sum(cached for *_, cached in found)
+
+    compare(observed(base, prompts, length))
+    for chunk in (16, 56):
+        compare(observed(engine(max_num_batched_tokens=chunk), prompts, length))
+    again = engine()
+    compare(observed(again, prompts, length))
+    assert compare([observed(again, [prompt], length)[0] for prompt in prompts]) >= 128
+    written = [[*prompt, *tokens[:-1]] for prompt, (tokens, *_) in zip(prompts, alone, strict=True)]
+    for (_, rows, _), (_, wanted, _) in zip(observed(again, written, 1), alone, strict=True):
+        assert torch.equal(rows[0], wanted[-1])
+    drafting = engine(speculate="ngram")
+    compare(observed(drafting, prompts, length))
+    if name == "qwen3":
+        small = engine(kv_cache_memory="170KiB")
+        compare(observed(small, prompts, length))
+        assert small.stats.num_preemptions
+        assert drafting.stats.num_accepted_tokens
+
+
+def test_levels_are_checked(tiny_model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="^deterministic_level: needs batch or full, got 'phase'$"):
+        llm(tiny_model_folder, deterministic="phase")
+    with pytest.raises(ConfigError, match="^deterministic_level=full: needs deterministic, got it off"):
+        llm(tiny_model_folder, deterministic=False, deterministic_level="full")
+    with pytest.raises(ConfigError, match="^speculate: needs steps whose shape changes no bit"):
+        llm(tiny_model_folder, speculate="ngram")
+    with pytest.raises(UnsupportedError, match="invariance: needs a backend that declares phase, got batch"):
+        llm(tiny_model_folder, deterministic="full", attn_backend="batchwise", backends=[Batchwise])
+    with pytest.raises(ConfigError, match="^attn_backend: needs one backend for all phases of a layer, with"):
+        llm(tiny_model_folder, deterministic="full", attn_backend="prefill=sdpa,decode=sdpa.math")
+
+
 @pytest.fixture(scope="module")
 def larger_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3Config, Path]:
     """Heads of a size that kernels take."""
@@ -146,7 +224,7 @@ def larger_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3Config,
 @pytest.mark.parametrize("name", ["triton", "sdpa"])
 def test_on_a_gpu_too(larger_model: tuple[Qwen3Config, Path], name: str, dtype: torch.dtype, eager: bool) -> None:
     weights = Weights(larger_model[1], dtype, torch.device("cuda"))
-    model = Decoder(read_decoder_config(larger_model[0]), weights, batch_invariant=True)
+    model = Decoder(read_decoder_config(larger_model[0]), weights, Invariance.BATCH)
     config = EngineConfig(
         attn_backend=name,
         deterministic=True,
@@ -198,7 +276,7 @@ def test_auto_passes_by_a_backend_that_declares_nothing(tiny_model_folder: Path,
 def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_folder: Path, toy: Registry) -> None:
     with pytest.raises(UnsupportedError) as caught:
         llm(tiny_model_folder, registry=toy, attn_backend="toy")
-    assert "batch_invariant" in [reason.what for reason in caught.value.reasons]  # on a GPU, the device as well
+    assert "invariance" in [reason.what for reason in caught.value.reasons]  # on a GPU, the device as well
     assert 'nearest fix: attn_backend="auto"' in str(caught.value)
 
 

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.layer import Invariance
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import ACTIVATIONS, Activation
 from headway.kernels.step.invariant import ON_CPU, invariant_operations
@@ -57,10 +58,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     return request.param, tmp_path
 
 
-def decoder(folder: tuple[str, Path], dtype: torch.dtype, device: str = "cpu", batch_invariant: bool = True) -> Decoder:
+def decoder(folder: tuple[str, Path], dtype: torch.dtype, device: str = "cpu", level: Invariance = Invariance.BATCH) -> Decoder:
     config = read_decoder_config(CONFIGS[folder[0]])
     with torch.inference_mode():
-        return Decoder(config, Weights(folder[1], dtype, torch.device(device)), batch_invariant)
+        return Decoder(config, Weights(folder[1], dtype, torch.device(device)), level)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -82,7 +83,7 @@ def test_a_rows_bits_are_its_own(folder: tuple[str, Path], dtype: torch.dtype, d
 @torch.inference_mode()
 def test_it_computes_what_the_plain_decoder_computes(folder: tuple[str, Path]) -> None:
     ids, positions = torch.arange(40) % 97, torch.arange(40)
-    pair = [logits(decoder(folder, torch.float32, batch_invariant=flag), ids, positions) for flag in (True, False)]
+    pair = [logits(decoder(folder, torch.float32, level=level), ids, positions) for level in (Invariance.PHASE, Invariance.NONE)]
     torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hint
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layer import BLOCK_MULTIPLE
+from headway.core.contract.layer import BLOCK_MULTIPLE, INVARIANCES, Invariance
 from headway.core.sampling.params import SEED_RANGE, is_seed
 from headway.core.system.text import shown
 
@@ -109,6 +109,11 @@ class EngineConfig:
     max_lora_rank: Annotated[int, "Maximum rank of a LoRA adapter."] = 16
     max_cpu_loras: Annotated[int | None, "Number of unused LoRA adapters to cache in host memory. Default: max_loras."] = None
     deterministic: Annotated[bool, "Make the result of a request bitwise identical in every batch. Slower."] = False
+    deterministic_level: Annotated[
+        str,
+        "What deterministic keeps: batch (a request has the same bits in every batch) or full (also in every chunk, phase and "
+        "prefix hit, after preemption, and with drafts).",
+    ] = "batch"
     max_logprobs: Annotated[
         int, "Maximum log-probabilities per token that a request may ask for. -1 means the whole vocabulary."
     ] = 20
@@ -150,13 +155,22 @@ class EngineConfig:
         if not 1 <= self.num_speculative_tokens <= MAX_DRAFT_TOKENS:
             need = f"a whole number from 1 to {MAX_DRAFT_TOKENS}"
             raise ConfigError("num_speculative_tokens", need, repr(self.num_speculative_tokens))
-        if self.speculate is not None and self.deterministic:
-            hint = "leave one of them out"
+        if self.deterministic_level not in INVARIANCES:
+            raise ConfigError("deterministic_level", " or ".join(INVARIANCES), repr(self.deterministic_level))
+        if not self.deterministic and self.deterministic_level != "batch":
+            raise ConfigError(f"deterministic_level={self.deterministic_level}", "deterministic", "it off", "--deterministic")
+        if self.speculate is not None and self.invariance is Invariance.BATCH:
+            hint = "leave one of them out, or deterministic_level='full'"
             raise ConfigError("speculate", "steps whose shape changes no bit, which deterministic forbids", self.speculate, hint)
         if not is_seed(self.seed):
             raise ConfigError("seed", SEED_RANGE, repr(self.seed))
         if self.block_size is not None:
             check_block_size(self.block_size)
+
+    @property
+    def invariance(self) -> Invariance:
+        """What must not change the bits of a token's logits."""
+        return INVARIANCES[self.deterministic_level] if self.deterministic else Invariance.NONE
 
     def _set(self, option: str, value: object) -> None:
         """Replace an option of the frozen object with its parsed value."""
@@ -174,7 +188,7 @@ class EngineConfig:
                 raise ConfigError("kv_offload_dir", need + " on their way", "none", "kv_offload_size='4GiB'")
             return
         self._set("kv_offload_size", parse_bytes("kv_offload_size", self.kv_offload_size))
-        if self.deterministic or not self.enable_prefix_caching:
+        if self.invariance is Invariance.BATCH or not self.enable_prefix_caching:
             why = "deterministic, which has none" if self.deterministic else "enable_prefix_caching=False"
             raise ConfigError("kv_offload_size", "the prefix cache, by whose names blocks are found again", why)
 

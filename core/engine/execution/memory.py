@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from headway.core.contract.adapters import adapters_of, rows_with
 from headway.core.contract.backend import Backends
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import AttentionFunctions, Model, StateLayer, latent_layers, state_layers
@@ -280,7 +281,7 @@ def plan_pool(
     memory = memory if memory is None or slots is None else memory - slots.num_bytes
     longest = _longest(config, model)
     pages = page_format(layers.cached, layouts, selector.selection.block_size, longest, config.free_window_blocks)
-    whole = config.deterministic or not config.enable_chunked_prefill
+    whole = config.invariance is Invariance.BATCH or not config.enable_chunked_prefill
     chunk = longest if whole else min(pool.SMALLEST_CHUNK, config.step_tokens + MAX_DRAFT_TOKENS)
     max_model_len = _max_model_len(config, pages, chunk, memory, longest)
     config.check_budget(max_model_len)

@@ -1,7 +1,8 @@
 """Deterministic mode: a request's logits depend, bit for bit, only on the request, not on the other requests in its batch.
 
-This module fixes everything outside the model that depends on the batch: the backend (pinned and batch-invariant), the boundaries
-of prompt chunks, preemption, and prefix hits. The model's kernels are batch-invariant if the specs of its layers are.
+Level BATCH fixes everything outside the model that depends on the batch: the backend (pinned and batch-invariant), the boundaries
+of prompt chunks, preemption, and prefix hits. Level PHASE pins backends for which none of these changes a bit, and schedules as
+usual. The model's kernels keep a level if the specs of its layers require it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import StateLayer
 from headway.core.contract.operation import ATTENTION
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
@@ -25,17 +29,24 @@ log = logging.getLogger("headway")
 
 
 def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
-    """Return the options with one backend pinned and the prefix cache disabled. states: layers with a state.
+    """Return the options with one backend pinned and, at level BATCH, the prefix cache disabled. states: layers with a state.
 
-    :raises ConfigError: if deterministic mode does not support the layers.
+    :raises ConfigError: if the layers do not require the level, or if the level needs one backend for all phases.
     """
-    if states:
-        need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
-        raise ConfigError("deterministic", need, states[0].spec, "leave deterministic out")
-    if not all(spec.batch_invariant for spec in layers.cached):
-        need = "a model that keeps its rows' bits, and whose attention layers ask for the same"
-        raise ConfigError("deterministic", need, layers.cached[0], "make it with batch_invariant=True, as LLM does")
+    level = config.invariance
+    specs: list[AttentionSpec | StateSpec] = [*layers.cached, *(layer.spec for layer in states)]
+    for spec in specs:
+        if spec.invariance < level:
+            need = "a model that keeps its rows' bits, and whose layers ask for the same"
+            raise ConfigError("deterministic", need, spec, f"make it with invariance=Invariance.{level.name}, as LLM does")
     pinned = pin(source, layers, config)
+    if level is Invariance.PHASE:
+        for own in layers.requests(pinned).values():
+            if own.prefill != own.decode:
+                need = "one backend for all phases of a layer, with deterministic_level=full"
+                raise ConfigError("attn_backend", need, f"prefill={own.prefill},decode={own.decode}")
+        log.info("deterministic: attention pinned to %s, whose bits depend on a token's position and keys alone", pinned)
+        return replace(config, attn_backend=pinned)
     log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts split at fixed positions", pinned)
     return replace(config, attn_backend=pinned, enable_prefix_caching=False)
 

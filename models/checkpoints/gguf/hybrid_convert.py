@@ -248,7 +248,7 @@ def _needed(header: Header, architecture: GgufArchitecture, config: DecoderConfi
     known = {name: recipe for name, recipe in possible.items() if all(source in header for source in recipe.sources)}
     names = _Names(known)
     with torch.inference_mode():
-        Decoder(config, names, batch_invariant=False)
+        Decoder(config, names)
     missing = [name for name in names.shapes if name not in known]
     if missing:
         sources = possible[missing[0]].sources if missing[0] in possible else (missing[0],)

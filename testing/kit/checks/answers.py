@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -279,7 +280,8 @@ def lse(stage: AttentionStage, cell: CheckCell) -> str:
 
 
 def invariant(stage: AttentionStage, cell: CheckCell) -> str:
-    """Check that each sequence's output in a batch has the same bits as in a step without other sequences."""
+    """Check that each sequence's output has the same bits in a batch as in a step without other sequences and, depending on the
+    level that the backend declares, in chunks and in other phases."""
     subject = stage.subject
     case = invariance_case(
         stage.claimed.spec(cell), subject.layouts[cell.layout], cell.block_size, subject.writer(cell.layout), stage.poison
@@ -291,7 +293,43 @@ def invariant(stage: AttentionStage, cell: CheckCell) -> str:
             "(batch: (query_len, kv_len))",
             guess="not batch invariant",
         )
+    level = subject.claims.invariance_level
+    for needed, name, (sizes, decodes) in ((needed, name, parts) for needed, name, parts in PARTS if level >= needed):
+        spec = replace(case.spec, invariance=level)
+        whole = make_case([(sum(sizes),) * 2], spec, subject.layouts[cell.layout], cell.block_size, subject.writer(cell.layout))
+        backend = subject.make(spec, cell.layout, cell.block_size)
+        wanted, found = (in_parts(backend, whole, each, decodes) for each in ([sum(sizes)], sizes))
+        if not torch.equal(wanted, found):
+            row, head = torch.nonzero((wanted != found).any(2))[0].tolist()
+            raise Finding(
+                f"invariance {level.name.lower()}: a token's bits must be the same {name}; those of position {row}, head {head} "
+                f"are not: {wanted[row, head][:3].tolist()} as a prompt, {found[row, head][:3].tolist()} {name}",
+                guess=f"not {needed.name.lower()} invariant",
+            )
     return ""
+
+
+PARTS: Sequence[tuple[Invariance, str, tuple[Sequence[int], bool]]] = (
+    (Invariance.CHUNK, "in chunks", ([7, 16, 1, 33, 64, 29], False)),
+    (Invariance.PHASE, "token by token", ([40, *[1] * 34], True)),
+    (Invariance.PHASE, "in verification", ([5, 3, 8, 2, 8, 8, 8, 8, 1, 7, 8, 4], True)),
+)
+"""Level, description, and the numbers of tokens in successive steps of one sequence, with whether they decode after the first."""
+
+
+def in_parts(backend: AttentionBackend, case: Case, sizes: Sequence[int], decodes: bool) -> Tensor:
+    """Return the output of a case's only sequence, computed in successive steps of these numbers of tokens. decodes: True if
+    steps with a context are in DECODE."""
+    done, parts, table = 0, [], case.metadata.block_table_cpu[0].tolist()
+    for size in sizes:
+        at = slice(done, done + size)
+        most = size if decodes else 0
+        metadata = AttentionMetadata.build(
+            [size], [done], [table], case.metadata.block_size, case.q.device, decode_query_len=most
+        )
+        parts.append(run_backend(backend, replace(case, metadata=metadata, q=case.q[at], k=case.k[at], v=case.v[at])))
+        done += size
+    return torch.cat(parts)
 
 
 PROMPTS = [(17, 17), (1, 1), (40, 40), (5, 5), (33, 33), (64, 64)]
@@ -319,7 +357,7 @@ def invariance_case(
     spec: AttentionSpec, layout: CacheLayout, block_size: int, writer: CacheWriter, poison: float = float("nan")
 ) -> Case:
     """Return a case with all sequences of LENS over one filled cache, for a layer that requires batch invariance."""
-    return make_case(LENS, replace(spec, batch_invariant=True), layout, block_size, writer, poison=poison)
+    return make_case(LENS, replace(spec, invariance=Invariance.BATCH), layout, block_size, writer, poison=poison)
 
 
 def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tensor]:

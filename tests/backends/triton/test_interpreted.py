@@ -18,6 +18,7 @@ from headway.backends.triton.backend import TritonAttention
 from headway.backends.triton.write_kernel import Writer
 from headway.core.contract import layout as layouts
 from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -207,7 +208,7 @@ def test_decode_writes_where_it_keeps_cache_and_bits() -> None:
     assert TritonAttention(spec(), NHD, 16).decode_writes
     assert not TritonAttention(spec(kv_dtype=FP8), NHD, 16).decode_writes
     assert not TritonAttention(spec(kv_dtype=torch.int8), NHD_INT8, 16).decode_writes
-    assert not TritonAttention(spec(batch_invariant=True), NHD, 16).decode_writes
+    assert not TritonAttention(spec(invariance=Invariance.BATCH), NHD, 16).decode_writes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

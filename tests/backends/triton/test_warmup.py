@@ -21,6 +21,7 @@ from headway.backends.triton.backend import TritonAttention
 from headway.backends.triton.configs import SM_90
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.kernel import compile_ahead
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import NHD, VLLM_5D, CacheLayout
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
@@ -99,7 +100,7 @@ KINDS = {
     "one kv head of 256, window": (AttentionSpec(8, 1, 256, 0.0625, BF16, CPU, sliding_window=512), NHD, 64),
     "vllm_5d": (AttentionSpec(14, 2, 64, 0.125, BF16, CPU), VLLM_5D, 16),
     "fp8": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU, kv_dtype=torch.float8_e4m3fn), NHD, 16),
-    "invariant": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU, batch_invariant=True), NHD, 16),
+    "invariant": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU, invariance=Invariance.BATCH), NHD, 16),
     "heads of 512": (AttentionSpec(16, 2, 512, 0.044, BF16, CPU), NHD, 64),
     "heads of 320, sinks": (AttentionSpec(16, 2, 320, 0.056, BF16, CPU, sinks=(0.0,) * 16), NHD, 16),
 }

@@ -16,6 +16,7 @@ import plain_models
 from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.ranked_vocabulary import join_logits
@@ -179,7 +180,7 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
     ids = torch.randint(3, VOCAB, (12,), generator=torch.Generator().manual_seed(2))
 
     def both(ranks: Ranks) -> list[Tensor]:
-        options = {"skip_tokenizer_init": True, "options": LoadOptions(batch_invariant=True)}
+        options = {"skip_tokenizer_init": True, "options": LoadOptions(invariance=Invariance.BATCH)}
         model: Any = load_model(str(tmp_path), "float32", ranks=ranks, **options).decoder
         found = []
         for before in (0, 7):

@@ -14,6 +14,7 @@ from headway.backends.states.triton.backend import TritonStates
 from headway.backends.triton.backend import TritonAttention
 from headway.core.contract.adapters import AdapterSlots, rows_with
 from headway.core.contract.backend import Lengths, StepLimits
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import AttentionFunctions
@@ -344,7 +345,7 @@ ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
         NHD_INT8,
         16,
     ),
-    "batch invariant": (replace(_KIND, batch_invariant=True), NHD, 16),
+    "batch invariant": (replace(_KIND, invariance=Invariance.BATCH), NHD, 16),
     "576/512": (_ABSORBED, LATENT, 64),
     "576/512, 128 heads": (replace(_ABSORBED, num_heads=128), LATENT, 64),
     "576/512, float32": (replace(_ABSORBED, dtype=FP32), LATENT, 16),
