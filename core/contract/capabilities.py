@@ -72,6 +72,9 @@ class Capabilities:
     scales, which belong to the instance. Layers that differ only in sinks or scales share one plan per step (gpt-oss)."""
     lse: bool = False
     """True if `prefill` and `decode` fill `lse`, the logarithm of the sum of exp(score) over the keys, if it is passed."""
+    zeroes_padding: bool = False
+    """True if `decode` writes zeros to `out` and, with `lse`, -inf (the sink, if the layer has sinks) to `lse` in padding rows,
+    which see no key. Without this claim, the backend may also leave these rows as they were."""
     batch_invariant: bool = False
     """True if the backend supports `AttentionSpec.batch_invariant`: the output of a sequence is then bit-identical whatever else
     is in the step. No split, tile or grouping may depend on the number of sequences, on another sequence's length, or on the
