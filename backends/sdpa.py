@@ -196,10 +196,22 @@ class SDPA(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Compute attention over this step's k and v if no sequence has a context, otherwise over gathered rows."""
+        self._run(q, k, v, cache, plan, out, lse)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None) -> None:
+        """Run one padded call per group of sequences with equal query lengths."""
+        self._run(q, q, q, cache, plan, out, lse)  # the keys and values of a decode are gathered
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None
+    ) -> None:
         with self.allowed_kernels():
             for group in plan:
                 if group.count == 0:
-                    self._zero(group.tokens, out, lse)
+                    out[group.tokens] = 0
+                    if lse is not None:
+                        sinks = self.spec.sinks
+                        lse[:, group.tokens] = -torch.inf if sinks is None else lse.new_tensor(sinks)[:, None]
                     continue
                 if group.slots is None:
                     shape = (group.count, group.query_len, self.spec.num_kv_heads, -1)
@@ -207,23 +219,6 @@ class SDPA(AttentionBackend):
                 else:
                     keys, values = self._gather(cache, group)
                 self._attend(q, keys, values, group, out, lse)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None) -> None:
-        """Run one padded call per group of sequences with equal query lengths."""
-        with self.allowed_kernels():
-            for group in plan:
-                if group.count == 0:
-                    self._zero(group.tokens, out, lse)
-                    continue
-                keys, values = self._gather(cache, group)
-                self._attend(q, keys, values, group, out, lse)
-
-    def _zero(self, tokens: slice, out: Tensor, lse: Tensor | None) -> None:
-        """Write the results of rows that see no key."""
-        out[tokens] = 0
-        if lse is not None:
-            sinks = self.spec.sinks
-            lse[:, tokens] = -torch.inf if sinks is None else torch.tensor(sinks, device=lse.device)[:, None]
 
     def _gather(self, cache: LayerCache, group: DenseGroup) -> tuple[Tensor, Tensor]:
         """Return cached keys and values in the layer's element type. Rows of 8-bit caches are dequantized."""

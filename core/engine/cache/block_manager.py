@@ -91,14 +91,14 @@ class FreePages:
         free = {page for page, count in enumerate(counts) if count == 0 and page >= self._first}
         if counts == self.ref_counts and self._free.keys() == free:
             return
-        page = next(each for each in range(len(counts)) if self._differs(each, counts[each], each in free))
+        wrong = (
+            each for each, count in enumerate(self.ref_counts) if counts[each] != count or (each in self._free) != (each in free)
+        )
+        page = next(wrong)
         named, got = ", ".join(owners.get(page, ())) or "none", self.ref_counts[page]
         state = "free" if page in self._free else "not free"
         need = "to be free" if page in free else f"{counts[page]} references and not to be free"
         raise BooksError(f"page {page}: needs {need}, got {got} references and {state}; owners: {named}")
-
-    def _differs(self, page: int, count: int, free: bool) -> bool:
-        return self.ref_counts[page] != count or (page in self._free) != free
 
 
 SHORTEST_FIRST_HIT = 8

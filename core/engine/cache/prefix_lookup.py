@@ -115,16 +115,12 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Check that names and blocks correspond one to one, and that the entries below each parent are sorted."""
-        for block, digest in self._digest_of.items():
-            if self._block_of.get(digest) != block:
-                raise BooksError(f"page {block}: its name {digest.hex()} must lead to it, got page {self._block_of.get(digest)}")
-        if len(self._block_of) != len(self._digest_of):
-            lost = next(block for digest, block in self._block_of.items() if self._digest_of.get(block) != digest)
-            raise BooksError(f"page {lost}: a name leads to it, and it has another name or none")
+        named = {block: digest for digest, block in self._block_of.items()}
         entries = {block: (parent, held) for parent, children in self._children.items() for held, block in children}
-        if entries != self._place_of:
-            block = next(block for block in entries | self._place_of if entries.get(block) != self._place_of.get(block))
-            raise BooksError(f"page {block}: it stands under two parents, or under none")
+        for what, found, kept in (("name", named, self._digest_of), ("place", entries, self._place_of)):
+            for block in () if found == kept else found.keys() | kept.keys():
+                if found.get(block) != kept.get(block):
+                    raise BooksError(f"page {block}: its {what} is indexed twice, or not at all")
         assert all(children == sorted(children) and children for children in self._children.values())
 
 
