@@ -88,7 +88,8 @@ class PrefixMisses:
         if root is None or root == seq.prefix_root:
             return "adapter", 0
         twin = copy(seq)
-        twin.block_hashes, twin.prefix_root = [], root
+        twin.block_hashes = []
+        twin.prefix_root = root
         return "adapter", self._prefixes[0].longest(twin, seq.num_tokens - 1, partly=True)
 
     def _start_of(self, seq: Sequence) -> bytes:

@@ -214,3 +214,14 @@ def test_an_engine_without_the_option_does_not_check(registry: Registry, monkeyp
     for option in (False, True):
         generate(made_engine(TinyModel(), registry, replace(CONFIG, check_books=option)), [TEXTS[0]], GREEDY)
         assert bool(calls) is option
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_first_token_brings_the_report_and_the_time_of_admission(registry: Registry, overlapped: bool) -> None:
+    engine = made_engine(TinyModel(), registry, replace(CONFIG, async_scheduling=overlapped))
+    engine.add_request("one", engine.limits.checked(TEXTS[0], SamplingParams(temperature=0, max_tokens=5)))
+    deltas = []
+    while engine.has_unfinished:
+        deltas += engine.step()
+    assert [each.cache_report for each in deltas] == [{"unseen": 99, "last_token": 1}, None, None, None, None]
+    assert deltas[0].admitted_time is not None
