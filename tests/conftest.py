@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import gc
 import inspect
 import os
@@ -67,6 +68,7 @@ def _check_books_after_every_step() -> None:
     """As `--check-books` does, in every engine of this process."""
     step = EngineLoop.step
 
+    @functools.wraps(step)
     def checked(engine: EngineLoop) -> list[OutputDelta]:
         deltas = step(engine)
         engine.check_books()

@@ -209,7 +209,7 @@ def test_check_books_ends_a_step_whose_books_do_not_balance(registry: Registry) 
 
 def test_an_engine_without_the_option_does_not_check(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Model] = []
-    monkeypatch.setattr(EngineLoop, "step", EngineLoop.step.__closure__[0].cell_contents)  # type: ignore[attr-defined]
+    monkeypatch.setattr(EngineLoop, "step", EngineLoop.step.__wrapped__)  # type: ignore[attr-defined]
     monkeypatch.setattr(EngineLoop, "check_books", lambda self: calls.append(self))
     for option in (False, True):
         generate(made_engine(TinyModel(), registry, replace(CONFIG, check_books=option)), [TEXTS[0]], GREEDY)
