@@ -51,6 +51,7 @@ class NativeAttention(AttentionBackend):
         v_head_dims=None,
         features=frozenset({"sliding_window"}),
         exact_host_lengths=True,
+        zeroes_padding=True,
     )
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:

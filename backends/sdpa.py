@@ -75,6 +75,7 @@ class DenseGroup:
     tokens: slice
     """Range of the group's tokens in the step's packed tokens."""
     count: int
+    """Number of sequences. 0 means that the tokens are padding, which sees no key."""
     query_len: int
     slots: Tensor | None
     """int64 [count, kv_len]: slots of the keys, padded to the longest sequence. None if the keys are this step's k and v."""
@@ -84,6 +85,8 @@ class DenseGroup:
     """True if the call must apply a causal mask (query_len = kv_len, no bias)."""
     run: ContiguousBlocks | None = None
     """Description of `slots` as evenly spaced blocks. None if the blocks are not evenly spaced."""
+    keyless: Tensor | None = None
+    """bool [count * query_len]: True for queries before the first key, which see no key. None if there are none."""
 
 
 class SDPA(AttentionBackend):
@@ -109,6 +112,7 @@ class SDPA(AttentionBackend):
         exact_host_lengths=True,  # gathers and masks with the host's lengths
         lse=True,
         shares_plans=True,
+        zeroes_padding=True,
         invariance=Invariance.PHASE,
     )
 
@@ -140,8 +144,11 @@ class SDPA(AttentionBackend):
         groups, row = [], 0
         for (query_len, kv_len, *_), members in groupby(keys):
             count = len(list(members))
-            if kv_len:  # otherwise padding rows, which attend to nothing
+            if kv_len:
                 groups.append(self._group(metadata, row, count, query_len))
+            else:  # padding rows
+                start = int(metadata.query_start_loc_cpu[row])
+                groups.append(DenseGroup(slice(start, start + count * query_len), 0, query_len, None, None, causal=False))
             row += count
         return groups
 
@@ -170,7 +177,10 @@ class SDPA(AttentionBackend):
         if slots is not None and not self.spec.batch_invariant and equal:
             blocks = -(-longest // metadata.block_size)
             run = ContiguousBlocks.of(metadata.block_table_cpu[row : row + count, :blocks].numpy(), longest)
-        return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run)
+        keyless = None
+        if query_len > int(kv_lens.min()):  # `AttentionMetadata.build` refuses such lengths
+            keyless = torch.from_numpy((kv_lens[:, None] - query_len + numpy.arange(query_len) < 0).reshape(-1)).to(device)
+        return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run, keyless=keyless)
 
     def _bias(self, kv_lens: NDArray[numpy.int32], query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
@@ -193,20 +203,28 @@ class SDPA(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Compute attention over this step's k and v if no sequence has a context, otherwise over gathered rows."""
+        self._run(q, k, v, cache, plan, out, lse)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None) -> None:
+        """Run one padded call per group of sequences with equal query lengths."""
+        self._run(q, q, q, cache, plan, out, lse)  # the keys and values of a decode are gathered
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None
+    ) -> None:
         with self.allowed_kernels():
             for group in plan:
+                if group.count == 0:
+                    out[group.tokens] = 0
+                    if lse is not None:
+                        sinks = self.spec.sinks
+                        lse[:, group.tokens] = -torch.inf if sinks is None else lse.new_tensor(sinks)[:, None]
+                    continue
                 if group.slots is None:
                     shape = (group.count, group.query_len, self.spec.num_kv_heads, -1)
                     keys, values = (rows[group.tokens].reshape(shape) for rows in (k, v))
                 else:
                     keys, values = self._gather(cache, group)
-                self._attend(q, keys, values, group, out, lse)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None) -> None:
-        """Run one padded call per group of sequences with equal query lengths."""
-        with self.allowed_kernels():
-            for group in plan:
-                keys, values = self._gather(cache, group)
                 self._attend(q, keys, values, group, out, lse)
 
     def _gather(self, cache: LayerCache, group: DenseGroup) -> tuple[Tensor, Tensor]:
@@ -263,7 +281,10 @@ class SDPA(AttentionBackend):
         if group.query_len == 1:
             out[group.tokens] = result.reshape(group.count, self.spec.num_heads, -1)
         else:
-            out[group.tokens] = result.transpose(1, 2).flatten(0, 1)
+            rows = result.transpose(1, 2).flatten(0, 1)
+            out[group.tokens] = rows if group.keyless is None else rows.masked_fill(group.keyless[:, None, None], 0)
+        if lse is not None and group.keyless is not None and self.spec.sinks is None:
+            lse[:, group.tokens] = lse[:, group.tokens].masked_fill(group.keyless, -torch.inf)
 
     def allowed_kernels(self) -> AbstractContextManager[None]:
         """Return a context in which torch may select the kernels that this backend uses."""

@@ -96,6 +96,9 @@ class RequestOutput:
     """Log-probabilities for each prompt token, None for the first. None if not requested."""
     lora_request: LoRARequest | None = None
     """Adapter that generated the completions."""
+    cache_report: Mapping[str, int] = field(default_factory=dict)
+    """Number of prompt tokens by source: `device` and `offload` if the prefix cache held them, otherwise the reason why they were
+    computed."""
 
 
 Made = TypeVar("Made")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import gc
 import inspect
 import os
@@ -19,6 +20,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from headway.core.engine.data.step import OutputDelta
+from headway.core.engine.loop import EngineLoop
 from headway.core.system.files import cache_folder
 from headway.kernels.runtime.nvrtc.compiler import Compiler, find_compiler
 from headway.machine import process
@@ -59,6 +62,22 @@ def _cache_of_these_tests() -> Path:
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the process that started it
     os.environ["HEADWAY_CACHE"] = str(_cache_of_these_tests())
+
+
+def _check_books_after_every_step() -> None:
+    """As `--check-books` does, in every engine of this process."""
+    step = EngineLoop.step
+
+    @functools.wraps(step)
+    def checked(engine: EngineLoop) -> list[OutputDelta]:
+        deltas = step(engine)
+        engine.check_books()
+        return deltas
+
+    EngineLoop.step = checked  # type: ignore[method-assign]
+
+
+_check_books_after_every_step()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

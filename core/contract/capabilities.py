@@ -72,6 +72,9 @@ class Capabilities:
     scales, which belong to the instance. Layers that differ only in sinks or scales share one plan per step (gpt-oss)."""
     lse: bool = False
     """True if `prefill` and `decode` fill `lse`, the logarithm of the sum of exp(score) over the keys, if it is passed."""
+    zeroes_padding: bool = False
+    """True if `decode` writes zeros to `out` and, with `lse`, -inf (the sink, if the layer has sinks) to `lse` in padding rows,
+    which see no key. Without this claim, the backend may also leave these rows as they were."""
     batch_invariant: bool = False
     """Older name of `invariance=Invariance.BATCH`."""
     invariance: Invariance = Invariance.NONE

@@ -190,7 +190,8 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Return the metadata of one step, made from lengths on the host.
 
-        Sequences in DECODE must come last. A padding row has context_len = -query_len, hence length 0, and no blocks.
+        Sequences in DECODE must come last. A padding row has context_len = -query_len, hence length 0, and no blocks. It counts
+        as DECODE, and is the only kind of row that sees no key.
 
         block_tables: physical blocks of each sequence, with room for its context and new tokens. An array is padded with zeros.
         decode_query_len: maximum number of new tokens that counts as DECODE.
@@ -204,6 +205,10 @@ class AttentionMetadata:
         _check_lengths(query_lens, context_lens, block_tables, num_draft_tokens)
         _check_blocks(numpy.add(query_lens, context_lens), block_tables, block_size, num_blocks)
         most = decode_query_len if num_draft_tokens is None else numpy.asarray(num_draft_tokens) + 1
+        surplus = (numpy.add(query_lens, context_lens) == 0) & (numpy.asarray(query_lens) > most)
+        if surplus.any():
+            row, longest = int(surplus.argmax()), "the longest decode (decode_query_len, num_draft_tokens + 1)"
+            raise ConfigError(f"{_BUILD}: sequence {row}", f"padding of at most {longest}", f"query_len {query_lens[row]}")
         tables, blocks = [block_tables], [num_blocks]
         return cls.build_groups(query_lens, context_lens, tables, block_size, device, most, blocks, upper_bound_lens)[0]
 

@@ -98,6 +98,7 @@ class EngineLoop:
             groups=pages.groups,
             smallest_chunk=pool.smallest_chunk,
             checkpoints=None if states is None else Checkpoints(states, pages.checkpoint_interval, self.stats),
+            stats=self.stats,
         )
         self.adapters = None if executor.adapters is None else AdapterTable(executor.adapters)
         """Adapters that requests may name. None means that the model has no adapter slots."""
@@ -255,9 +256,19 @@ class EngineLoop:
             self.read_launched()  # the last step wrote the token that ended a sequence, and may still fail
             self._offloader.flush(idle=True)
         self.clock.end_step()
+        if self.config.check_books:
+            self.check_books()
         deltas = self._unreported
         self._unreported = []
         return deltas
+
+    def check_books(self) -> None:
+        """Check that the books of cache pages and adapters balance. :raises BooksError: if those of pages do not."""
+        self.blocks.check_integrity(self.scheduler.holders)
+        if self._offloader is not None:
+            self._offloader.tier.check_integrity(idle=False)
+        if self.adapters is not None:
+            self.adapters.check_integrity()
 
     def _admit_prepared(self) -> None:
         idle = not (self.scheduler.has_unfinished or self._in_flight or self._unreported)

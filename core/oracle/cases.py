@@ -161,10 +161,13 @@ def reference(case: Case) -> Tensor:
 
 
 def reference_with_lse(case: Case) -> tuple[Tensor, Tensor]:
-    """Return `reference`, and the log-sum-exp of the scores, float64 [num_heads, num_tokens], sinks included."""
+    """Return `reference`, and the log-sum-exp of the scores, float64 [num_heads, num_tokens], sinks included. In rows that see no
+    key it is -inf, or the sink."""
     spec, metadata = case.spec, case.metadata
     out = torch.zeros((*case.q.shape[:2], spec.v_head_dim), dtype=torch.float64, device=case.q.device)
-    lse = torch.zeros((spec.num_heads, len(case.q)), dtype=torch.float64, device=case.q.device)
+    lse = torch.full((spec.num_heads, len(case.q)), -torch.inf, dtype=torch.float64, device=case.q.device)
+    if spec.sinks is not None:
+        lse[:] = lse.new_tensor(spec.sinks)[:, None]
     token = 0
     for row, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
         if kv_len:

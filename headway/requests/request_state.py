@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -132,6 +132,7 @@ class RequestState:
         made or at the end."""
         self._changed = False
         self.num_cached_tokens = 0
+        self.cache_report: Mapping[str, int] = {}
         self._plain = False
         """True if a delta only needs to add tokens: no stop texts are watched for, and the first token has already set times and
         counts."""
@@ -163,6 +164,7 @@ class RequestState:
         if delta.new_token_ids and self.first_token_time is None:
             self.first_token_time = now
             self.num_cached_tokens = delta.num_cached_tokens
+            self.cache_report = delta.cache_report or {}
             self.scheduled_time = delta.admitted_time
             self._plain = not self.watched
         self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
@@ -232,6 +234,7 @@ class RequestState:
             self.num_cached_tokens,
             None if self.params.prompt_logprobs is None else list(self._prompt_logprobs),
             self.lora_request,
+            self.cache_report,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -14,6 +15,7 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.cache.misses import FOUND
 from headway.core.engine.data.step import NO_TOKEN_LEFT
 from headway.core.sampling.logprobs import Logprob
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
@@ -107,7 +109,7 @@ class ChunkedAnswer(Answer):
             if head is None:
                 head = self._heads[index] = self._head(index)
             return head + orjson.dumps(new.text) + self._tail
-        return self.chunk([self.choice(index, new)], None if used is None else usage([used]))
+        return self.chunk([self.choice(index, new)], None if used is None else usage([used], self.body))
 
     def chunk(self, choices: list[dict[str, Any]], used: CompletionUsage | None = None) -> bytes:
         """Write an event with these choices."""
@@ -121,18 +123,25 @@ class ChunkedAnswer(Answer):
         return b"data: " + common + f',"choices":[{{"index":{index},{self.around[0]}'.encode()
 
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        return self.chunk([], usage(used)) + DONE if self.includes_usage else DONE
+        return self.chunk([], usage(used, self.body)) + DONE if self.includes_usage else DONE
 
     @abstractmethod
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
         """Return a chunk's choice for the new part of a completion."""
 
 
-def usage(outputs: Sequence[tuple[RequestOutput, int]]) -> CompletionUsage:
+def usage(outputs: Sequence[tuple[RequestOutput, int]], body: SamplingRequest) -> CompletionUsage:
     """Return the usage of several prompts. outputs: output of each prompt, with the number of tokens of its completions."""
     prompt = sum(len(output.prompt_token_ids) for output, _ in outputs)
     written = sum(count for _, count in outputs)
     cached = PromptTokensDetails(cached_tokens=sum(output.num_cached_tokens for output, _ in outputs))
+    if body.return_cache_report:
+        parts = Counter[str]()
+        for output, _ in outputs:
+            parts.update(output.cache_report)
+        missed = {reason: count for reason, count in parts.items() if reason not in FOUND}
+        report = {"restored_tokens": parts["offload"], "missed": missed}
+        cached = PromptTokensDetails.model_validate({"cached_tokens": cached.cached_tokens, **report})
     return CompletionUsage(
         prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written, prompt_tokens_details=cached
     )
@@ -312,7 +321,12 @@ class CompletionAnswer(ChunkedAnswer):
                 written += 0 if self._prompt_only else len(new.token_ids)
             used.append((output, written))
         answer = Completion(
-            id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices, usage=usage(used)
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage(used, self.body),
         )
         return answer.model_dump_json(exclude_unset=True).encode()
 

@@ -68,7 +68,7 @@ class ChatAnswer(ChunkedAnswer):
         deltas = [_delta(piece) for piece in pieces]
         if new.finish_reason is not None or not (deltas or self._plain):
             deltas.append({})  # for the fields that belong to tokens, not to a part of the text
-        counted = None if used is None else usage([used])
+        counted = None if used is None else usage([used], self.body)
         parts = [
             self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], counted)
             for delta in deltas[:-1]
@@ -179,7 +179,7 @@ class BatchChatAnswer(Answer):
 
 def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
     fields = {"id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model, **more}
-    used = usage([(output, num_written(output)) for output in outputs])
+    used = usage([(output, num_written(output)) for output in outputs], answer.body)
     return ChatCompletion(**{**fields, "choices": choices, "usage": used}).model_dump_json(exclude_unset=True).encode()
 
 

@@ -109,6 +109,8 @@ class SamplingRequest(Fields):
     contents and False for prompts."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and the prompt's token ids to the first choice."""
+    return_cache_report: bool = False
+    """Add `missed` to `usage.prompt_tokens_details`: the number of prompt tokens not found in the prefix cache, by reason."""
     return_tokens_as_token_ids: bool = False
     """True to write the tokens of log-probabilities as "token_id:123"."""
 

@@ -196,6 +196,8 @@ class Metrics:
             ("steps_without_graph", "Steps without a CUDA graph, by reason.", totals.steps_without_graph),
             ("steps_in_pieces", "Steps with piecewise CUDA graphs, by reason.", totals.steps_in_pieces),
             ("rows_gathered", "Rows of logits gathered from all ranks, by reason.", totals.rows_gathered_for),
+            ("prefix_cache_missed_tokens", "Prompt tokens not found in the prefix cache, by reason.", totals.missed_tokens),
+            ("prefix_cache_evictions", "Pages and states evicted from the prefix cache, by cause.", totals.evictions),
             ("compilations", "Kernels compiled while requests waited, by name.", totals.compilations),
         ):
             samples = (((reason,), count) for reason, count in sorted(counts.items()))

@@ -142,6 +142,7 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
         few = [(phase, claimed.plainest(phase)) for phase in ("verify", "extend")]
         cells += [replace(cell, phase=phase, kv_heads=32) for phase, cell in few if cell is not None and cell.feature != "latent"]
         cells += self._log_sums(single, quick)
+        cells += self._keyless()
         cells += self._deep(single[:1] if quick else single[:4])
         return list(dict.fromkeys(cells))
 
@@ -223,6 +224,12 @@ class AttentionStage(Stage[AttentionSubject, CheckCell]):
                 picked = served[number % len(served) :][:1] if quick and served else served
                 found += [cell.plain("lse", phase=phase) for phase in picked]
         return deal(found, MOST_QUICK_WORK, self._accepts)
+
+    def _keyless(self) -> list[CheckCell]:
+        """Return cells of rows that see no key, in decode and with drafts, for layers whose scores or masks differ."""
+        places = product(("decode", "verify"), ("none", "window", "softcap", "alibi", "sinks", "fp8", "latent"))
+        cells = [(phase, self.claimed.plainest(phase, feature=feature)) for phase, feature in places]
+        return [cell.plain("keyless", phase=phase) for phase, cell in cells if cell is not None]
 
     def _siblings(self) -> list[CheckCell]:
         """Return a `siblings` cell for a layer with the most features, and one for a layer with each cache dtype, in the phase

@@ -171,18 +171,19 @@ class Session:
         self.layers.forget(seq.blocks)
         self._free += seq.blocks
 
-    def lay_out(self, work: StepWork, padding_rows: int = 0) -> StepTensors:
+    def lay_out(self, work: StepWork, padding_rows: int = 0, padding_len: int = 1) -> StepTensors:
         """Return a step with metadata, random inputs, and the sequences in their state after the step. The step's keys and values
-        are not yet written to the caches."""
+        are not yet written to the caches. padding_len: number of query tokens of a padding row."""
         self._write_contexts()
-        metadata = self._metadata(work, padding_rows)
+        metadata = self._metadata(work, padding_rows, padding_len)
+        padding = padding_rows * padding_len
         count = metadata.num_tokens
         ranges = [torch.arange(turn.seq.length, turn.seq.length + turn.query_len) for turn in work]
-        positions = torch.cat([*ranges, torch.zeros(padding_rows, dtype=torch.int64)])
+        positions = torch.cat([*ranges, torch.zeros(padding, dtype=torch.int64)])
         inputs = [self._inputs(buffers, positions) for buffers in self.buffers]
-        step = StepTensors(metadata, inputs, [], [], slice(count - padding_rows, count))
+        step = StepTensors(metadata, inputs, [], [], slice(count - padding, count))
         for given in inputs:
-            given.out[step.padding] = _PADDING_VALUE
+            given.out[step.padding] = PADDING_VALUE
         start = 0
         for turn in work:
             step.tokens.append(slice(start, start + turn.query_len))
@@ -238,16 +239,16 @@ class Session:
         self.previous.append([turn.seq.length for turn in work])
         self.previous_blocks.append([tuple(turn.seq.blocks) for turn in work])
 
-    def _metadata(self, work: StepWork, padding_rows: int) -> AttentionMetadata:
+    def _metadata(self, work: StepWork, padding_rows: int, padding_len: int) -> AttentionMetadata:
         for turn in work:
             self.reserve(turn.seq, turn.seq.length + turn.query_len)
         metadata = AttentionMetadata.build(
-            [turn.query_len for turn in work] + [1] * padding_rows,
-            [turn.seq.length for turn in work] + [-1] * padding_rows,
+            [turn.query_len for turn in work] + [padding_len] * padding_rows,
+            [turn.seq.length for turn in work] + [-padding_len] * padding_rows,
             [self._seen(turn.seq) for turn in work] + [[]] * padding_rows,
             self.block_size,
             self.spec.device,
-            num_draft_tokens=[turn.num_draft_tokens for turn in work] + [0] * padding_rows,
+            num_draft_tokens=[turn.num_draft_tokens for turn in work] + [padding_len - 1] * padding_rows,
             num_blocks=self.num_blocks,
         )
         if self._tables is not None:
@@ -351,13 +352,13 @@ def _guards(step: StepTensors, layer: int) -> None:
         )
 
 
-_PADDING_VALUE = 192.0
+PADDING_VALUE = 192.0
 """Value of padding rows of `out` before a step; exact in every dtype."""
 
 
 def _padding(step: StepTensors, layer: int) -> None:
     padding = step.inputs[layer].out[step.padding]
-    if bool(((padding != _PADDING_VALUE) & (padding != 0)).any()):
+    if bool(((padding != PADDING_VALUE) & (padding != 0)).any()):
         raise Finding(
             f"layer {layer}: the output of padding rows (length 0) must be left alone or zero; it holds other values",
             guess="writes padding rows",

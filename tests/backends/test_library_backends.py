@@ -19,16 +19,25 @@ from fake_libraries import FlashAttn2, FlashAttn4, TorchVarlen, XFormers
 from headway.backends import xformers
 from headway.backends.flash_attn import FlashAttention2
 from headway.backends.flash_attn_4 import FlashAttention4
+from headway.backends.sdpa import SDPA, SDPAMath
 from headway.backends.varlen import PARAMETERS
 from headway.backends.varlen import TorchVarlen as TorchVarlenBackend
 from headway.backends.xformers import XFormersAttention
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import HND, NHD, VLLM_5D, write_rows
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
-from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
+from headway.core.oracle.cases import (
+    Case,
+    make_case,
+    parse_case,
+    reference,
+    reference_with_lse,
+    relative_error,
+    run_backend,
+)
 from headway.kernels.runtime.probe import declares, find
 from headway.registry import Registry
 from headway.registry.builtin import RANK
@@ -115,6 +124,27 @@ def test_matches_float64_where_it_claims_to(backend: tuple, case_name: str, spec
 def test_several_blocks_a_sequence_and_rows_of_padding(backend: tuple, case_name: str, padding_rows: int) -> None:
     kind, _ = backend
     check(kind, case_of(case_name, spec(), kind, padding_rows=padding_rows))
+
+
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 3}, {"softcap": 2.0}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
+@pytest.mark.parametrize("kind", [SDPA, SDPAMath])
+def test_queries_before_the_first_key_give_zeros(kind: type[SDPA], features: dict[str, object]) -> None:
+    """Lengths that `build` refuses: sequences shorter than their queries, next to longer ones and to padding."""
+    layer = spec(**features)
+    queries, contexts, tables = [4, 4, 4, 4], [9, -2, 3, -4], [[0, 1], [2], [3], [4]]
+    (metadata,) = AttentionMetadata.build_groups(queries, contexts, [tables], 8, "cpu", 4, [5])
+    cache = NHD.allocate(CacheGeometry.of(layer, 5, 8))
+    for tensor in cache.tensors.values():
+        tensor.normal_()
+    q = torch.randn(16, layer.num_heads, layer.head_dim)
+    lse = torch.full((layer.num_heads, 16), math.nan)
+    case = Case(layer, metadata, cache, q, q[:, : layer.num_kv_heads], q[:, : layer.num_kv_heads])
+    out = run_backend(kind(layer, NHD, 8), case, lse)
+    right, sums = reference_with_lse(case)
+    assert bool((right[[4, 5, 12, 13, 14, 15]] == 0).all())
+    torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-4, atol=1e-5)
+    assert bool(run_backend(kind(layer, NHD, 8), case).isfinite().all())
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -131,14 +131,26 @@ def test_calls_of_the_worker_that_cannot_work_are_refused_in_one_line(
 def test_the_prefix_cache_is_emptied(own: Running) -> None:
     body = {**BODY, "prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1}
 
-    def cached() -> int:
-        used = httpx.post(own.url + PATH, json=body).json()["usage"]
-        return int(used["prompt_tokens_details"]["cached_tokens"])
+    def cached(**more: object) -> int:
+        used = httpx.post(own.url + PATH, json={**body, **more}).json()["usage"]
+        details = used["prompt_tokens_details"]
+        assert ("missed" in details) is bool(more)
+        if more:
+            assert sum(details["missed"].values()) + details["cached_tokens"] == used["prompt_tokens"]
+            missed.append(details["missed"])
+        return int(details["cached_tokens"])
 
+    missed: list[dict[str, int]] = []
     cached()
-    assert cached() > 0
+    assert cached(return_cache_report=True) > 0
     assert httpx.post(f"{own.url}/reset_prefix_cache").status_code == 200
-    assert cached() == 0
+    assert cached(return_cache_report=True) == 0
+    assert (missed[0], "forgotten" in missed[1]) == ({"last_token": 1}, True)
+    stream = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_cache_report": True}
+    assert '"missed":{"last_token":1}' in httpx.post(own.url + PATH, json=stream).text
+    page = httpx.get(f"{own.url}/metrics").text
+    assert 'headway:prefix_cache_missed_tokens_total{engine="0",model_name="' in page
+    assert 'reason="forgotten"' in page
 
 
 def test_what_others_feel_needs_leave(served: Running, http: httpx.Client) -> None:

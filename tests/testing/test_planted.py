@@ -103,6 +103,55 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     assert [result.status for result in results] == ["passed"] * len(results), results
 
 
+class _InPadding(PlainBackend):
+    """Writes `value` to the output of padding rows."""
+
+    value = math.nan
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None) -> None:
+        super().decode(q, cache, plan, out)
+        for number, kv_len in enumerate(plan.metadata.seq_lens.tolist()):
+            if not kv_len:
+                start, end = plan.metadata.query_start_loc[number : number + 2].tolist()
+                out[start:end] = self.value
+
+
+class _LogSums(SDPAMath):
+    """Writes +inf as the log-sum-exp of padding rows, as FlashAttention 2 does."""
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        super().decode(q, cache, plan, out, lse)
+        if lse is not None:
+            lse[lse == -torch.inf] = torch.inf
+
+
+_CLAIMED = {"capabilities": replace(PlainBackend.capabilities, zeroes_padding=True)}
+KEYLESS: list[tuple[type[PlainBackend] | type[SDPAMath], dict[str, object], str]] = [
+    (PlainBackend, {}, ""),
+    (_InPadding, {"value": 0.0, **_CLAIMED}, ""),
+    (SDPAMath, {}, ""),
+    (PlainBackend, _CLAIMED, "out of a row that sees no key (kv_len 0): needs zeros; got 192"),
+    (_InPadding, {}, "out of a row that sees no key (kv_len 0): needs zeros, or no write; got nan"),
+    (_InPadding, {"value": 1.5}, "out of a row that sees no key (kv_len 0): needs zeros, or no write; got 1.5"),
+    (_LogSums, {}, "lse of a row that sees no key (kv_len 0): needs -inf, or the sink; got inf"),
+]
+
+
+@pytest.mark.parametrize("phase", ["decode", "verify"])
+@pytest.mark.parametrize(("base", "changes", "words"), KEYLESS)
+def test_rows_that_see_no_key_are_zeros_or_left_alone(
+    base: type[Any], changes: dict[str, object], words: str, phase: str
+) -> None:
+    tried = Kit(subject_of(type("Tried", (base,), {"name": "tried", "__module__": __name__, **changes}), torch.device("cpu")))
+    assert {(cell.feature, cell.phase) for cell in tried.cells(True) if cell.check == "keyless"} >= {
+        ("none", phase),
+        ("sinks", phase),
+    }
+    plain = CheckCell("keyless", layout="nhd", block_size=8, head_dim=32, group=2)
+    result = tried.run(plain.plain("keyless", phase=phase))
+    assert (result.status, result.reason if words else "") == ("failed" if words else "passed", words)
+
+
 @pytest.mark.parametrize("stale", [False, True], ids=["keeps its tensors", "copies them"])
 def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Uniform(PlainBackend):

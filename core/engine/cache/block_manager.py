@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.checkpoints import Checkpoints
-from headway.core.engine.cache.prefix_lookup import GroupPrefixes, StoredElsewhere
+from headway.core.engine.cache.misses import CAPACITY, FORGOTTEN, WINDOW, PrefixMisses
+from headway.core.engine.cache.prefix_lookup import BooksError, GroupPrefixes, StoredElsewhere
 from headway.core.engine.data.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.data.page_mover import STATES
 from headway.core.engine.data.pool import SMALLEST_CHUNK
 from headway.core.engine.data.sequence import PageTable, PrefixCopy, Sequence
 from headway.core.engine.data.state_slots import Checkpoint
+from headway.core.engine.data.stats import EngineStats
 
 
 class PageKeeper(Protocol):
@@ -83,14 +85,20 @@ class FreePages:
         self.ref_counts[page] = 1
         return page
 
-    def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert that every page is free, or has as many references as it has occurrences in `held`."""
-        counts = [0] * len(self.ref_counts)
-        for page in held:
-            counts[page] += 1
-        assert counts == self.ref_counts, "reference counts differ from what sequences hold"
+    def check_integrity(self, owners: Mapping[int, Items[str]]) -> None:
+        """Check that every page is free, or has one reference for each of its owners. :raises BooksError: if one does not."""
+        counts = [len(owners.get(page, ())) for page in range(len(self.ref_counts))]
         free = {page for page, count in enumerate(counts) if count == 0 and page >= self._first}
-        assert set(self._free) == free, "a page leaked or is owned and free"
+        if counts == self.ref_counts and self._free.keys() == free:
+            return
+        wrong = (
+            each for each, count in enumerate(self.ref_counts) if counts[each] != count or (each in self._free) != (each in free)
+        )
+        page = next(wrong)
+        named, got = ", ".join(owners.get(page, ())) or "none", self.ref_counts[page]
+        state = "free" if page in self._free else "not free"
+        need = "to be free" if page in free else f"{counts[page]} references and not to be free"
+        raise BooksError(f"page {page}: needs {need}, got {got} references and {state}; owners: {named}")
 
 
 SHORTEST_FIRST_HIT = 8
@@ -139,9 +147,10 @@ class BlockManager:
         groups: Items[CacheGroup] | None = None,
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
+        stats: EngineStats | None = None,
     ) -> None:
         """num_pages: number of pages, including reserved pages. smallest_chunk: see SMALLEST_CHUNK. checkpoints: index of saved
-        states, or None."""
+        states, or None. stats: counts evictions."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -153,6 +162,9 @@ class BlockManager:
         self.keeper: PageKeeper | None = None
         """Object that saves the contents of free pages outside the pool. None means that contents are not saved."""
         self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
+        self.misses = PrefixMisses(self.prefixes, EngineStats() if stats is None else stats)
+        self._outside: set[int] = set()  # Free pages that left the window of their last sequence
+        self._shortest_hit = min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)])
         self._num_freed = [0] * len(self.groups)
         self.checkpoints = checkpoints
 
@@ -187,14 +199,15 @@ class BlockManager:
         """
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
-        hits = self.enable_prefix_caching and not seq.computes_whole_prompt
-        length = 0
-        if hits and self.checkpoints is None:
-            length = self.longest_hit(seq, partly)
-        elif hits and self.checkpoints is not None:
-            held, interval = self._longest_cached(seq, seq.num_tokens - 1, False), self.checkpoints.interval
-            seq.junction = held // interval * interval
-            length = self._longest_checkpoint(seq, seq.junction, None)
+        length = held = 0
+        if self.enable_prefix_caching and not seq.computes_whole_prompt:
+            length = held = self._longest_cached(seq, seq.num_tokens - 1, partly and self.checkpoints is None)
+            if self.checkpoints is not None:
+                seq.junction = held // self.checkpoints.interval * self.checkpoints.interval
+                length = self._longest_checkpoint(seq, seq.junction, None)
+            elif held < self._shortest_hit:
+                length = 0
+        seq.num_held = held if partly else max(held, seq.num_held)
         seq.num_computed = length
         if length == 0:
             return 0
@@ -213,6 +226,14 @@ class BlockManager:
                 self.acquire(source)
                 seq.prefix_copies.append(PrefixCopy(number, source, count))
         return length
+
+    def report_on(self, seq: Sequence) -> dict[str, int]:
+        """Return the number of tokens of a prompt that is being admitted, by source; see `PrefixMisses.sources`."""
+        if not self.enable_prefix_caching or seq.computes_whole_prompt:
+            return {"prompt_logprobs" if self.enable_prefix_caching else "disabled": seq.num_tokens}
+        short = seq.num_held < self._shortest_hit
+        held_reason = "state" if self.checkpoints is not None else "short" if short else "no_page"
+        return self.misses.sources(seq, seq.num_computed, seq.num_restored, held_reason)
 
     def attach_pages(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
         """Attach pages for the first `length` tokens to a sequence without pages, and a state slot if the model has state layers.
@@ -268,7 +289,7 @@ class BlockManager:
         pool."""
         if self.checkpoints is None:
             length = self._longest_cached(seq, seq.num_tokens - 1, partly, also)
-            return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
+            return length if length >= self._shortest_hit else 0
         interval = self.checkpoints.interval
         longest = self._longest_cached(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) or also is not None else 0
         return self._longest_checkpoint(seq, longest // interval * interval, also)
@@ -410,6 +431,8 @@ class BlockManager:
             if first < outside:
                 for page in table.pages[first:outside]:
                     self.drop(page)
+                    if page in self._pages:
+                        self._outside.add(page)
                 table.pages[first:outside] = [NULL_PAGE] * (outside - first)
                 seq.table_changes.append((number, first, table.pages[first:outside]))
                 self._num_freed[number] += outside - first
@@ -434,7 +457,7 @@ class BlockManager:
         seq.tables = []
         seq.table_changes = []
         seq.started = False
-        seq.capacity = seq.num_computed = seq.num_unverified = 0
+        seq.capacity = seq.num_computed = seq.num_unverified = seq.num_restored = 0
         seq.next_boundary = 0
         seq.newest_at = -1
         seq.state_index = 0
@@ -454,6 +477,7 @@ class BlockManager:
             self.checkpoints.clear()
         for prefixes in self.prefixes:
             for page in prefixes.index:
+                self.misses.evicted(prefixes.index.digest_of(page), FORGOTTEN)
                 if page in self._pages:  # no reusable content any more: allocate it first
                     self._pages.make_next(page)
             prefixes.index.clear()
@@ -468,6 +492,8 @@ class BlockManager:
             full = known // size
             for number in range(table.num_published, full):
                 prefixes.name(seq, number, table.pages[number], size)
+            if table.num_published == 0 < full and prefixes is self.prefixes[0]:
+                self.misses.began(seq)
             table.num_published = full
             if partly and known % size:
                 prefixes.name(seq, full, table.pages[full], known % size)
@@ -477,8 +503,10 @@ class BlockManager:
 
     def acquire(self, page: int) -> None:
         """Add a reference to a page, to reuse its content."""
-        if self._pages.acquire(page) and self.keeper is not None:
-            self.keeper.acquired(page)
+        if self._pages.acquire(page):
+            self._outside.discard(page)
+            if self.keeper is not None:
+                self.keeper.acquired(page)
 
     def drop(self, page: int) -> None:
         """Drop a reference to a page."""
@@ -495,24 +523,51 @@ class BlockManager:
         if self.keeper is not None:
             self.keeper.allocated(page)
         for prefixes in self.prefixes:
-            prefixes.index.discard(page)
+            if page in prefixes.index:
+                self.misses.evicted(prefixes.index.discard(page), WINDOW if page in self._outside else CAPACITY)
+        self._outside.discard(page)
         return page
 
     def check_integrity(self, holders: list[Sequence]) -> None:
-        """Assert that every page is free, or has the references that `holders` (all sequences with pages) imply."""
-        pages, group_of = list[int](), dict[int, int]()
+        """Check that the books of pages balance: every page is free, or has the references that `holders` (all sequences with
+        pages) imply; every name belongs to the page's content; and tables have room for the computed tokens.
+
+        :raises BooksError: if they do not. The message names a page and its owners.
+        """
+        owners, group_of = dict[int, list[str]](), dict[int, int]()
         for seq in holders:
+            owner = f"{seq.request_id}.{seq.index}"
+            self._check_tables(seq, owner)
             held = [(number, page) for number, table in enumerate(seq.tables) for page in table.held]
-            assert len({page for _, page in held}) == len(held), f"{seq.request_id} holds a page twice"
             for number, page in [*held, *((copy.group, copy.source) for copy in seq.prefix_copies)]:
-                assert group_of.setdefault(page, number) == number, f"page {page} belongs to two groups"
-                pages.append(page)
-        self._pages.check_integrity(pages)
+                owners.setdefault(page, []).append(owner)
+                if group_of.setdefault(page, number) != number:
+                    raise BooksError(f"page {page}: needs one group, got {group_of[page]} and {number}; owners: {owners[page]}")
+        self._pages.check_integrity(owners)
         if self.checkpoints is not None:
             states = [seq.held_state for seq in holders if seq.held_state is not None]
             self.checkpoints.check_integrity([each.slot for seq in holders for each in seq.checkpoints], states)
-        named: list[int] = []
-        for prefixes in self.prefixes:
-            prefixes.index.check_integrity()
-            named += prefixes.index
-        assert len(set(named)) == len(named), "a page is named in two groups"
+        for number, prefixes in enumerate(self.prefixes):
+            prefixes.check_integrity()
+            for page in prefixes.index:
+                if group_of.setdefault(page, number) != number:
+                    raise BooksError(f"page {page}: named in group {number}, and owned or named in group {group_of[page]}")
+
+    def _check_tables(self, seq: Sequence, owner: str) -> None:
+        """Check that the tables of a sequence name pages of the pool, each once and with the sequence's content, and have room
+        for its computed tokens."""
+        first = len(self._pages.ref_counts) - self.num_pages
+        for prefixes, table in zip(self.prefixes, seq.tables, strict=False):  # a sequence that holds nothing has no tables
+            wrong = [page for page in table.held if not first <= page < first + self.num_pages]
+            wrong += [page for page, count in Counter(table.held).items() if count > 1]
+            wrong += [page for page in table.pages[: table.num_freed_pages] if page != NULL_PAGE]
+            if wrong:
+                raise BooksError(f"page {wrong[0]}: needs to be a page of the pool, once in a table; owners: {owner}")
+            for place in range(table.num_freed_pages, min(table.num_published, len(table.pages))):
+                digest = prefixes.index.digest_of(table.pages[place])
+                if digest not in (None, prefixes.digest(seq, place)):
+                    raise BooksError(f"page {table.pages[place]}: its name is of other tokens than page {place} of {owner}")
+            room = len(table.pages) * table.page_size
+            if not seq.num_computed <= room >= seq.capacity:
+                need = f"room for {max(seq.num_computed, seq.capacity)} tokens"
+                raise BooksError(f"page {table.pages[-1] if room else 'none'}: {owner} needs {need} in its table, got {room}")

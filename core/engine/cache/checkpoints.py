@@ -54,6 +54,7 @@ class Checkpoints:
         if oldest is None:
             return None
         self._stats.num_checkpoint_evictions += 1
+        self._stats.evictions["state"] += 1
         slot = self._slot_of.pop(oldest)
         if self.evicted is not None:
             self.evicted(oldest, slot)

@@ -17,6 +17,10 @@ from headway.core.engine.data.sequence import Sequence
 _WIDTH = array("i").itemsize
 
 
+class BooksError(AssertionError):
+    """Bookkeeping of cache pages that does not balance. The message names a page and its owners. It is an error of Headway."""
+
+
 def packed(token_ids: Items[int]) -> bytes:
     """Return the tokens as bytes of fixed-width integers, the format that the index compares."""
     return array("i", token_ids).tobytes()
@@ -56,6 +60,11 @@ class PrefixIndex:
         """Return the name of a block, or None if the block has no name or is not full."""
         return self._digest_of.get(block)
 
+    @property
+    def named(self) -> dict[int, tuple[bytes, bytes, bytes]]:
+        """Parent, packed tokens and name of each block that has a name."""
+        return {block: (*self._place_of[block], digest) for block, digest in self._digest_of.items()}
+
     def tokens_of(self, block: int) -> bytes:
         """Return the packed tokens of an indexed block."""
         return self._place_of[block][1]
@@ -84,11 +93,11 @@ class PrefixIndex:
         if digest is not None:
             self._block_of[digest], self._digest_of[block] = block, digest
 
-    def discard(self, block: int) -> None:
-        """Forget the content of a block that will be overwritten."""
+    def discard(self, block: int) -> bytes | None:
+        """Forget the content of a block that will be overwritten. Returns the block's name, or None if it had none."""
         place = self._place_of.pop(block, None)
         if place is None:
-            return
+            return None
         parent, tokens = place
         children = self._children[parent]
         del children[bisect_left(children, (tokens, block))]
@@ -97,6 +106,7 @@ class PrefixIndex:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+        return digest
 
     def clear(self) -> None:
         """Forget everything."""
@@ -104,10 +114,13 @@ class PrefixIndex:
             held.clear()
 
     def check_integrity(self) -> None:
-        """Assert that names and blocks correspond one to one, and that the entries below each parent are sorted."""
-        assert {block: digest for digest, block in self._block_of.items()} == self._digest_of, "names are not one to one"
+        """Check that names and blocks correspond one to one, and that the entries below each parent are sorted."""
+        named = {block: digest for digest, block in self._block_of.items()}
         entries = {block: (parent, held) for parent, children in self._children.items() for held, block in children}
-        assert entries == self._place_of, "a block stands in two places, or in none"
+        for what, found, kept in (("name", named, self._digest_of), ("place", entries, self._place_of)):
+            for block in () if found == kept else found.keys() | kept.keys():
+                if found.get(block) != kept.get(block):
+                    raise BooksError(f"page {block}: its {what} is indexed twice, or not at all")
         assert all(children == sorted(children) and children for children in self._children.values())
 
 
@@ -182,6 +195,15 @@ class GroupPrefixes:
         assert count == rest, "the start of a sequence is no longer held"
         assert None not in pages
         return PrefixHit(first, [page for page in pages if page is not None], source, count)
+
+    def check_integrity(self) -> None:
+        """Check that every named page contains the tokens of its name. :raises BooksError: if one does not."""
+        self.index.check_integrity()
+        for page, (name, tokens, digest) in self.index.named.items():
+            for first in range(0, len(tokens), self._block_size * _WIDTH):
+                name = _chained(name, tokens[first : first + self._block_size * _WIDTH])
+            if name != digest:
+                raise BooksError(f"page {page}: its tokens need the name {name.hex()}, got {digest.hex()}")
 
     def name(self, seq: Sequence, number: int, page: int, count: int) -> None:
         """Publish the first `count` tokens of a sequence's page, unless an equal page is published."""

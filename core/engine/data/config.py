@@ -108,6 +108,7 @@ class EngineConfig:
     max_loras: Annotated[int, "Maximum number of LoRA adapters per step. Memory for them is allocated at the start."] = 1
     max_lora_rank: Annotated[int, "Maximum rank of a LoRA adapter."] = 16
     max_cpu_loras: Annotated[int | None, "Number of unused LoRA adapters to cache in host memory. Default: max_loras."] = None
+    check_books: Annotated[bool, "Check after every step that each KV cache block is free, cached or in use. Slow."] = False
     deterministic: Annotated[bool, "Make the result of a request bitwise identical in every batch. Slower."] = False
     deterministic_level: Annotated[
         str,

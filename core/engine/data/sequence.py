@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
@@ -133,6 +134,12 @@ class Sequence:
     """True if the executor has been sent the data of the sequence's row."""
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache at first admission."""
+    num_held: int = 0
+    """Number of prompt tokens that every group had cached at the last lookup. Some of them may still have to be computed."""
+    num_restored: int = 0
+    """Number of tokens restored from host memory or disk before the sequence was admitted."""
+    cache_report: Mapping[str, int] | None = None
+    """Number of prompt tokens by source, set at first admission; see `PrefixMisses.sources`."""
     admitted_time: float | None = None
     """Time of first admission in seconds, on the clock of time.perf_counter."""
     prompt_logprobs: list[TokenLogprobs]

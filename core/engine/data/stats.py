@@ -55,6 +55,10 @@ class EngineStats:
     """Number of prompt tokens of admitted sequences, each counted once."""
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache."""
+    missed_tokens: Counter[str] = field(default_factory=Counter)
+    """Number of prompt tokens of admitted sequences that were not found in the prefix cache, by reason."""
+    evictions: Counter[str] = field(default_factory=Counter)
+    """Number of pages and saved states whose content can no longer be found in the pool, by cause."""
     num_checkpoints: int = 0
     """Number of states saved for prefix hits, in models with state layers."""
     num_checkpoint_hits: int = 0

@@ -341,3 +341,5 @@ class OutputDelta(NamedTuple):
     """Log-probabilities of the prompt from the second token on, if requested. Set in completion 0's first delta."""
     admitted_time: float | None = None
     """Time of first admission, by time.perf_counter. Set in the delta of the first token; may be None in later deltas."""
+    cache_report: Mapping[str, int] | None = None
+    """Number of prompt tokens by source (`PrefixMisses.sources`), in the delta of the first token. None in later deltas."""

@@ -150,7 +150,8 @@ class PendingRestores:
 
     def _came(self, restore: Restore) -> None:
         seq, saved = restore.seq, self._blocks.checkpoints
-        seq.num_computed = restore.length
+        seq.num_computed = seq.num_held = restore.length
+        seq.num_restored = restore.spared
         self._blocks.advance(seq)
         self._stats.offload_hits += restore.spared
         self._stats.states_restored += len(restore.states)

@@ -15,6 +15,7 @@ from operator import attrgetter
 from headway.core.contract.adapters import NO_ADAPTER
 from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.cache.misses import FOUND
 from headway.core.engine.data.sequence import Sequence, Status
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import DecodeBatch, ScheduledSequence, ScheduledStep
@@ -255,6 +256,8 @@ class Scheduler:
                     seq.admitted_time = time.perf_counter()
                     self.stats.num_prompt_tokens += seq.num_prompt_tokens
                     self.stats.num_cached_tokens += spared
+                    seq.cache_report = self.blocks.report_on(seq)
+                    self.stats.missed_tokens.update({why: n for why, n in seq.cache_report.items() if why not in FOUND})
                 return count
             copies = bool(seq.prefix_copies)
             self.blocks.release(seq)

@@ -75,9 +75,12 @@ class StepResults:
                 known.append(token)
                 if token in seq.stop_token_ids or len(known) >= seq.max_len:
                     seq.end()
-                delta = _delta(
-                    (seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), (), None)
-                )
+                if len(known) == seq.num_prompt_tokens + 1:
+                    delta = delta_of(seq, (token,))
+                else:
+                    delta = _delta(
+                        (seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), (), None, None)
+                    )
             elif seq.finished:
                 append_sampled(seq, [])
                 continue
@@ -129,6 +132,7 @@ def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
         (),
         (),
         seq.admitted_time,
+        None if seq.num_tokens > seq.num_prompt_tokens + len(tokens) else seq.cache_report,
     )
     return _delta(fields)
 

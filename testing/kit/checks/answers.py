@@ -23,7 +23,7 @@ from headway.core.oracle.inputs import steps_of
 from headway.core.oracle.oracle import attend, distance, expected
 from headway.core.oracle.steps import Before, Lens, SequencePart, Tokens, first_step, padding_rows
 from headway.testing.kit.attention import AttentionStage, close_all, open_all, sequences, without_stray_reads
-from headway.testing.kit.session import Session
+from headway.testing.kit.session import PADDING_VALUE, Session
 from headway.testing.kit.stage import synchronize
 from headway.testing.kit.subject import BASELINE
 
@@ -251,11 +251,6 @@ def lse(stage: AttentionStage, cell: CheckCell) -> str:
         if decode is not None:
             second: AttentionBackend = session.backends[1][session.spec]
             second.decode(given.q[n:], cache, second.plan(decode), given.out[n:], lse=sums[:, n:])
-    if session.spec.sinks is None and bool((padding := sums[:, step.padding]).isfinite().any()):
-        raise Finding(
-            f"lse of a padding row, which sees no key, is -inf or left alone; got {float(padding[padding.isfinite()][0]):.5g}",
-            guess="writes padding rows",
-        )
     allowed = _LSE[session.spec.dtype]
     if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's dtype after scaling
         allowed += (8 + abs(session.numbers.lift)) * torch.finfo(session.spec.dtype).eps
@@ -279,6 +274,42 @@ def lse(stage: AttentionStage, cell: CheckCell) -> str:
     return ""
 
 
+def keyless(stage: AttentionStage, cell: CheckCell) -> str:
+    """Check rows that see no key: padding rows, whose queries, keys and values are NaN. Their output must be zeros and their
+    log-sum-exp -inf (or the sink). Unless the backend claims `zeroes_padding`, it may also leave these rows as they were."""
+    query_len, claims = 4 if cell.phase == "verify" else 1, stage.subject.claims
+    for lens in ([(query_len, context, query_len - 1) for context in (1, 40, cell.block_size)], []):
+        session = stage.session(cell, [[*lens, *[(query_len, 0, 0)] * 3]], layers=1)
+        step, spec = session.lay_out(open_all(session, lens), 3, query_len), session.spec
+        given, cache, padding = step.inputs[0], session.layers.given[0].cache, step.padding
+        session.layers.write(0, given.k, given.v, step.metadata.slot_mapping, given=True)
+        for each in (given.q, given.k, given.v):
+            each[padding] = torch.nan
+        sums = torch.full((spec.num_heads, step.metadata.num_tokens), PADDING_VALUE, device=spec.device)
+        backend = session.backends[1][spec]
+        with torch.inference_mode():
+            backend.decode(given.q, cache, backend.plan(step.metadata), given.out, **({"lse": sums} if claims.lse else {}))
+        _judge_keyless("out", given.out[padding], 0.0, claims.zeroes_padding)
+        empty = -torch.inf if spec.sinks is None else sums.new_tensor(spec.sinks)[:, None]
+        _judge_keyless("lse", sums[:, padding], empty, claims.zeroes_padding and claims.lse)
+        limit = 8 * float(backend.tolerance[spec.dtype]) + session.numbers.slack
+        for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
+            if not distance(given.out[tokens], expected(row)[0]) <= limit:
+                raise Finding(f"the output of sequence {number}, next to rows that see no key, is wrong")
+    return ""
+
+
+def _judge_keyless(name: str, found: Tensor, right: float | Tensor, must_write: bool) -> None:
+    """Check a result in rows that see no key. must_write: False if the rows may also be left as they were."""
+    fits = torch.isclose(found.double(), torch.as_tensor(right, dtype=torch.float64, device=found.device), rtol=1e-5, atol=0.0)
+    if not must_write:
+        fits |= found == PADDING_VALUE
+    if not bool(fits.all()):
+        need = ("zeros" if name == "out" else "-inf, or the sink") + ("" if must_write else ", or no write")
+        words = f"{name} of a row that sees no key (kv_len 0): needs {need}; got {float(found[~fits][0]):.5g}"
+        raise Finding(words, guess="writes padding rows")
+
+
 def invariant(stage: AttentionStage, cell: CheckCell) -> str:
     """Check that each sequence's output has the same bits in a batch as in a step without other sequences and, depending on the
     level that the backend declares, in chunks and in other phases."""
@@ -298,12 +329,12 @@ def invariant(stage: AttentionStage, cell: CheckCell) -> str:
         spec = replace(case.spec, invariance=level)
         whole = make_case([(sum(sizes),) * 2], spec, subject.layouts[cell.layout], cell.block_size, subject.writer(cell.layout))
         backend = subject.make(spec, cell.layout, cell.block_size)
-        wanted, found = (in_parts(backend, whole, each, decodes) for each in ([sum(sizes)], sizes))
-        if not torch.equal(wanted, found):
-            row, head = torch.nonzero((wanted != found).any(2))[0].tolist()
+        wanted, got = (in_parts(backend, whole, each, decodes) for each in ([sum(sizes)], sizes))
+        if not torch.equal(wanted, got):
+            row, head = torch.nonzero((wanted != got).any(2))[0].tolist()
             raise Finding(
                 f"invariance {level.name.lower()}: a token's bits must be the same {name}; those of position {row}, head {head} "
-                f"are not: {wanted[row, head][:3].tolist()} as a prompt, {found[row, head][:3].tolist()} {name}",
+                f"are not: {wanted[row, head][:3].tolist()} as a prompt, {got[row, head][:3].tolist()} {name}",
                 guess=f"not {needed.name.lower()} invariant",
             )
     return ""

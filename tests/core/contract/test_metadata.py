@@ -58,6 +58,8 @@ def test_padding_rows_have_length_zero_and_no_slot() -> None:
     assert metadata.context_lens.tolist() == [4, 0, 0]
     assert metadata.slot_mapping.tolist() == [8, -1, -1]
     assert metadata.num_decodes == 3
+    verified = AttentionMetadata.build([4, 4], [3, -4], [[0, 2], []], block_size=4, num_draft_tokens=[3, 3])
+    assert (verified.num_decodes, verified.seq_lens.tolist()) == (2, [7, 0])
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,9 @@ def test_padding_rows_have_length_zero_and_no_slot() -> None:
         (([2, 1], [0], [[1], [0, 8]], 4), "needs lists with one entry per sequence, got 2 query_lens, 1 context_lens"),
         (([2], [0], [[1], [0]], 4), "needs lists with one entry per sequence, got 1 query_lens, 1 context_lens, 2 block_tables"),
         (([2], [0], [[1]], 4, "cpu", 1, [0, 0]), "needs lists .* 2 num_draft_tokens"),
+        # Padding is a decode: as a prompt, it would see its own keys.
+        (([3, 4], [0, -4], [[1], []], 4), "sequence 1: needs padding of at most the longest decode .*, got query_len 4"),
+        (([3, 4], [2, -4], [[1, 2], []], 4, "cpu", 1, [2, 2]), "sequence 1: needs padding .*, got query_len 4"),
         (([2], [0], [[1]], 0), "needs a block_size of at least 1, got 0"),
     ],
 )

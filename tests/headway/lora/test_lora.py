@@ -58,8 +58,10 @@ def test_the_prefix_cache_is_apart_by_adapter(adapted: LLM, adapters: list[LoRAR
         return output.num_cached_tokens, output.outputs[0].token_ids
 
     adapted.reset_prefix_cache()
+    before = adapted.stats().totals.missed_tokens["adapter"]
     first = {None: cached(None), "a0": cached(adapters[0]), "a1": cached(adapters[1])}
     assert [count for count, _ in first.values()] == [0, 0, 0]
+    assert adapted.stats().totals.missed_tokens["adapter"] - before == 2 * (len(prompt) - 1)
     again = {None: cached(None), "a0": cached(adapters[0]), "a1": cached(adapters[1])}
     assert all(count > 48 for count, _ in again.values())
     assert [tokens for _, tokens in again.values()] == [tokens for _, tokens in first.values()]

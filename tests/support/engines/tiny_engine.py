@@ -99,6 +99,7 @@ class Written:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cache_report: dict[str, int] = field(default_factory=dict)
 
 
 def drain(engine: EngineLoop, written: dict[tuple[str, int], Written] | None = None) -> dict[tuple[str, int], Written]:
@@ -111,6 +112,7 @@ def drain(engine: EngineLoop, written: dict[tuple[str, int], Written] | None = N
             one.token_ids += delta.new_token_ids
             one.logprobs += delta.logprobs
             one.prompt_logprobs += delta.prompt_logprobs
+            one.cache_report |= delta.cache_report or {}
             one.finish_reason, one.error, one.num_cached_tokens = delta.finish_reason, delta.error, delta.num_cached_tokens
     engine.blocks.check_integrity([])
     assert engine.blocks.num_free == engine.blocks.num_pages
@@ -125,6 +127,10 @@ def generate(
     for number, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         engine.add_request(str(number), engine.limits.checked(prompt, wish))
     written = drain(engine)
+    for (name, _), one in written.items():  # every token of a prompt has one source
+        if one.token_ids:
+            found = one.cache_report.get("device", 0) + one.cache_report.get("offload", 0)
+            assert (sum(one.cache_report.values()), found) == (len(prompts[int(name)]), one.num_cached_tokens)
     return [written[str(number), 0] for number in range(len(prompts))]
 
 
