@@ -16,8 +16,8 @@ OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
 
 
 class Invariance(IntEnum):
-    """What does not change the bits of a token's output, as a backend promises and a layer requires. Each level includes those
-    below it."""
+    """Level of changes that leave the bits of a token's output as they are. A backend promises a level, and a layer requires one.
+    Each level includes the lower levels."""
 
     NONE = 0
     """Nothing is promised."""
@@ -30,7 +30,7 @@ class Invariance(IntEnum):
 
 
 INVARIANCES = {"batch": Invariance.BATCH, "full": Invariance.PHASE}
-"""Level of deterministic mode -> what does not change a bit."""
+"""Name of a level of deterministic mode -> level."""
 
 
 def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:

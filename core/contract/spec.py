@@ -50,7 +50,7 @@ class AttentionSpec:
     v_scale: float = 1.0
     """Value = cached value * v_scale."""
     invariance: Invariance = Invariance.NONE
-    """What must not change the bits of a token's output. Set in deterministic mode."""
+    """Level that a token's output must keep. Set in deterministic mode."""
     v_head_dim: int = 0
     """Number of elements per head of value and output. 0 means `head_dim`."""
     value_in_key: bool = False

@@ -63,7 +63,7 @@ class StateSpec:
     dt_limits: tuple[float, float] = (0.0, math.inf)
     """Range to which dt is clamped after the softplus (`mamba2`)."""
     invariance: Invariance = Invariance.NONE
-    """What must not change the bits of a token's output. Set in deterministic mode."""
+    """Level that a token's output must keep. Set in deterministic mode."""
 
     def __post_init__(self) -> None:
         fault = _fault_of(self)

@@ -289,8 +289,8 @@ class Decoder:
     ) -> None:
         """Read the layers' tensors from `weights`; with several ranks, read only this rank's shard (`ModelShard`).
 
-        invariance: what must not change a row's bits, which is slower. Attention and states keep this level; all other parts
-        compute rows alone at any level.
+        invariance: level that a row's bits must keep, which is slower. Attention and states depend on the level. All other parts
+        compute each row separately at any level.
         ranks: communication between ranks, which must all make the same calls. The layers' specs have this rank's heads, and the
         logits cover this rank's part of the vocabulary.
         slots: adapter slots; None means no adapters.

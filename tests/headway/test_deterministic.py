@@ -195,6 +195,23 @@ def test_at_level_full_nothing_that_a_step_does_changes_a_bit(tmp_path: Path, na
         assert drafting.stats.num_accepted_tokens
 
 
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_the_logprobs_of_a_text_are_those_of_the_text_as_a_prompt(tmp_path: Path, name: str) -> None:
+    """What a trainer compares that learns from generated texts."""
+    save_random(FULL[name], tmp_path)
+    model, random = llm(tmp_path, deterministic="full", dtype="float32", skip_tokenizer_init=True), Random(name)
+    prompts = [{"prompt_token_ids": [random.randrange(3, 97) for _ in range(count)]} for count in (3, 20, 60)]
+    written = model.generate(prompts, SamplingParams(temperature=0.7, seed=3, max_tokens=20, logprobs=1, ignore_eos=True))
+    whole = [{"prompt_token_ids": [*each.prompt_token_ids, *each.outputs[0].token_ids]} for each in written]
+    again = model.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    for first, second in zip(written, again, strict=True):
+        tokens, rows = first.outputs[0].token_ids, first.outputs[0].logprobs
+        read = second.prompt_logprobs[len(first.prompt_token_ids) :]
+        assert [row[token].logprob for row, token in zip(rows, tokens, strict=True)] == [
+            row[token].logprob for row, token in zip(read, tokens, strict=True)
+        ]
+
+
 def test_levels_are_checked(tiny_model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="^deterministic_level: needs batch or full, got 'phase'$"):
         llm(tiny_model_folder, deterministic="phase")

@@ -170,7 +170,7 @@ class EngineConfig:
 
     @property
     def invariance(self) -> Invariance:
-        """What must not change the bits of a token's logits."""
+        """Level that a token's logits must keep."""
         return INVARIANCES[self.deterministic_level] if self.deterministic else Invariance.NONE
 
     def _set(self, option: str, value: object) -> None:
