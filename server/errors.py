@@ -42,7 +42,7 @@ _REFUSED: Final = {
 _WITHOUT_EFFECT: Final = frozenset(
     (
         *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("prediction", "length_penalty", "early_stopping", "request_id", "cache_salt", "betas", "guided_decoding_backend"),
+        *("prediction", "length_penalty", "early_stopping", "request_id", "betas", "guided_decoding_backend"),
         "spaces_between_special_tokens",
     )
 )

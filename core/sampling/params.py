@@ -145,6 +145,8 @@ class SamplingParams:
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
     """Number of the prompt's last tokens to keep. -1 means as many as fit in the model's maximum length with max_tokens."""
+    cache_salt: str | None = None
+    """Text that keeps this request's prefixes apart: it shares cached prefixes only with requests that have the same salt."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Content of each output of AsyncLLM. LLM.generate always returns whole outputs."""
 
@@ -235,6 +237,8 @@ class SamplingParams:
         kept = self.truncate_prompt_tokens
         fits = kept is None or (_whole(kept) and (kept >= 1 or kept == -1))
         self._need("truncate_prompt_tokens", fits, "a whole number of at least 1, -1, or None", "-1 keeps what there is room for")
+        salt = self.cache_salt
+        self._need("cache_salt", salt is None or (isinstance(salt, str) and salt != ""), "a text that is not empty, or None")
 
     def _check_tokens(self) -> None:
         self._need("stop_token_ids", _ids(self.stop_token_ids), "token ids")

@@ -57,6 +57,8 @@ class ParsedPrompt:
     """Text of the prompt. None if the caller passed only token ids."""
     token_ids: list[int] | None
     """Token ids of the prompt. None until the text is tokenized."""
+    cache_salt: str | None = None
+    """Salt that the caller gave with the prompt; see `SamplingParams.cache_salt`."""
 
 
 def parse_prompts(prompts: object) -> list[ParsedPrompt]:
@@ -110,19 +112,20 @@ def _parse_mapping(item: Mapping[str, Any], index: int) -> list[ParsedPrompt]:
     for key, reason in _LACKING.items():
         if item.get(key) is not None and item.get(key) != {}:
             raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} with {key!r}", reason)
+    salt = item.get("cache_salt")
     if item.get("prompt_embeds") is not None:
-        return [ParsedPrompt(None, EmbeddedPrompt.of(item["prompt_embeds"]))]
-    known = ("prompt", "prompt_token_ids", "prompt_embeds", *_LACKING)
+        return [ParsedPrompt(None, EmbeddedPrompt.of(item["prompt_embeds"]), salt)]
+    known = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", *_LACKING)
     surplus = [str(key) for key, value in item.items() if key not in known and value is not None]
     if surplus:
         raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} with {', '.join(map(repr, surplus))}")
     if text is not None and not isinstance(text, str):
         raise PromptError(f"prompt {index}", 'a text under "prompt"', f"a {type(text).__name__}")
     if ids is not None:
-        return [ParsedPrompt(text, _token_ids(ids, index))]
+        return [ParsedPrompt(text, _token_ids(ids, index), salt)]
     if text is None:
         raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} without either key")
-    return [ParsedPrompt(text, None)]
+    return [ParsedPrompt(text, None, salt)]
 
 
 def _tokenized(item: Mapping[str, Any], index: int) -> list[list[int]]:

@@ -284,6 +284,7 @@ class RequestValidator:
     ) -> CheckedRequest:
         """Return a request for one prompt of a call, tokenized and checked. number: index of the prompt. params: parameters from
         `resolve`."""
+        params = params if prompt.cache_salt is None else replace(params, cache_salt=prompt.cache_salt)
         try:
             ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
             most = self.limits.most_prompt_tokens(params)

@@ -22,7 +22,7 @@ from headway.server.service import Ticket
 _ONE_BY_ONE: Final = (
     *("best_of", "stop", "stop_token_ids", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "presence_penalty"),
     *("frequency_penalty", "prompt_logprobs", "response_format", "structured_outputs", "suffix", "tools"),
-    *("prompt_embeds", "echo"),
+    *("prompt_embeds", "echo", "cache_salt"),
 )
 """Fields about sampling or about text around the completion, which beam search does not support."""
 

@@ -258,6 +258,7 @@ SHARED_FIELDS: Final = (
     *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens", "priority"),
     *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words"),
     *("structured_outputs", "split_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
+    "cache_salt",
 )
 """Fields of chats that the Messages and Responses APIs accept as extensions."""
 

@@ -84,6 +84,7 @@ class SamplingRequest(Fields):
     allowed_token_ids: TokenIds | None = None
     bad_words: Stops | None = None
     truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     prompt_logprobs: int | None = None
     vllm_xargs: dict[str, Any] | None = None
     """`extra_args` of SamplingParams."""

@@ -22,6 +22,8 @@ FORGOTTEN: Final = "forgotten"
 """Causes of an eviction: the page was needed for new tokens, or was needed after it had left its layers' window, or all prefixes
 were forgotten."""
 
+_SALT_BYTES = 32  # Length of a salt's digest, at the end of a root
+
 Value = TypeVar("Value")
 
 
@@ -83,14 +85,16 @@ class PrefixMisses:
         return found
 
     def _under_other_root(self, seq: Sequence, held: int) -> tuple[str, int]:
-        """Return the number of tokens that are cached for another adapter."""
+        """Return the number of tokens that are cached for another adapter or with another salt, and which of the two differs."""
         root = None if held or seq.embedded is not None else self._root_of.get(self._start_of(seq))
         if root is None or root == seq.prefix_root:
             return "adapter", 0
         twin = copy(seq)
         twin.block_hashes = []
         twin.prefix_root = root
-        return "adapter", self._prefixes[0].longest(twin, seq.num_tokens - 1, partly=True)
+        adapter = b"" if seq.adapter is None else seq.adapter.digest
+        reason = "salt" if root.startswith(adapter) and len(root) - len(adapter) in (0, _SALT_BYTES) else "adapter"
+        return reason, self._prefixes[0].longest(twin, seq.num_tokens - 1, partly=True)
 
     def _start_of(self, seq: Sequence) -> bytes:
         return packed(seq.token_ids[: self._prefixes[0].group.page_size])

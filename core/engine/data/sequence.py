@@ -224,6 +224,8 @@ class Sequence:
         self.checkpoints = []
         self.adapter = adapter
         self.prefix_root = b"".join(each.digest for each in (adapter, self.embedded) if each is not None)
+        if params.cache_salt is not None:
+            self.prefix_root += hashlib.sha256(params.cache_salt.encode("utf-8", "surrogatepass")).digest()
 
     @property
     def num_tokens(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 import stateful_model
 import windowed_model
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.model import Model
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.prefix_lookup import BooksError
@@ -71,6 +72,16 @@ def test_forgotten_prefixes_are_reported(engine: EngineLoop) -> None:
     (again,) = reports(engine, TEXTS[0])
     assert again == {"forgotten": 96, "unseen": 3, "last_token": 1}
     assert engine.stats.evictions == {"forgotten": 13}
+
+
+def test_a_salt_keeps_prefixes_apart(engine: EngineLoop) -> None:
+    one, other = replace(GREEDY, cache_salt="one"), replace(GREEDY, cache_salt="other")
+    assert reports(engine, TEXTS[0]) == [{"unseen": 99, "last_token": 1}]
+    assert reports(engine, TEXTS[0], TEXTS[0], params=one) == [{"salt": 99, "last_token": 1}, {"device": 99, "last_token": 1}]
+    assert reports(engine, TEXTS[0], params=other) == [{"salt": 99, "last_token": 1}]
+    assert reports(engine, TEXTS[0]) == [{"device": 99, "last_token": 1}]
+    with pytest.raises(ConfigError, match="^cache_salt: needs a text that is not empty, or None, got ''$"):
+        replace(GREEDY, cache_salt="")
 
 
 def test_a_prompt_whose_logits_are_wanted_is_not_looked_up(engine: EngineLoop, registry: Registry) -> None:

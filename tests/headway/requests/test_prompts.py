@@ -377,3 +377,12 @@ def test_a_server_takes_embeddings(own: LLM, table: Tensor) -> None:
             refused = post(**more)
             assert refused.status_code == 400
             assert re.search(words, refused.json()["error"]["message"])
+
+
+def test_a_salt_beside_a_prompt_keeps_its_prefix_apart(tiny_model_folder: Path) -> None:
+    llm = LLM(str(tiny_model_folder))
+    prompts = [{"prompt_token_ids": [5] * 60, "cache_salt": salt} for salt in ("one", "one", "other", None)]
+    found = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for prompt in prompts]
+    assert found == [0, 59, 0, 0]
+    with pytest.raises(ConfigError, match="cache_salt: needs a text that is not empty, or None"):
+        llm.generate({"prompt_token_ids": [5], "cache_salt": 7}, GREEDY)
