@@ -202,7 +202,7 @@ class EngineArgs(EngineConfig):
         return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
-        """Return the given `registry`, or a new one with `plugins`, `backends` and the hub kernels in `attn_backend`. A hub kernel
+        """Return the given `registry`, or a new one with `plugins`, `backends` and hub kernels in `attn_backend`. A hub kernel
         that fails in its trial is left out, and `attn_backend` then names auto instead. :raises HeadwayError: if a plugin or
         backend is invalid."""
         from headway.registry.plugin_sources import HUB

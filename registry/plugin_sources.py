@@ -203,8 +203,9 @@ class HubKernel(PluginSource):
         """
         wanted = text.removeprefix(HUB)
         folder = Path(wanted).expanduser()
-        owner = folder.resolve().name if folder.is_dir() else wanted
-        return cls(name or text, owner, (folder if folder.is_dir() else _download(wanted)).resolve())
+        if wanted and folder.is_dir():
+            return cls(name or text, folder.resolve().name, folder.resolve())
+        return cls(name or text, wanted, _download(wanted).resolve())
 
     @property
     def file(self) -> Path | None:
