@@ -136,11 +136,11 @@ def _wants_starts(function: FlashFunction) -> bool:
     return "seqused_k" not in function.parameters or function.parameters["cu_seqlens_k"].default is Parameter.empty
 
 
-def flash_backend(name: str, module: ModuleType, gpu: bool) -> type[FlashInterface]:
+def flash_backend(name: str, module: ModuleType, devices: tuple[str, ...]) -> type[FlashInterface]:
     """Return the attention backend of a module with flash-attention's functions.
 
-    gpu: True if the module's kernels run only on a GPU. They then have the limits of FlashAttention's own releases: 16-bit types,
-    heads of up to 256 elements, and blocks of a multiple of 256 (FlashAttention 2) or 128 tokens (4).
+    devices: device types that the module's kernels run on. Kernels for GPUs only have the limits of FlashAttention's releases:
+    16-bit types, heads of up to 256 elements, and blocks of a multiple of 256 (FlashAttention 2) or 128 tokens (4).
 
     :raises PluginError: if the module lacks the varlen function or one of its parameters.
     """
@@ -155,13 +155,14 @@ def flash_backend(name: str, module: ModuleType, gpu: bool) -> type[FlashInterfa
     if packed is None and with_cache is not None and "cu_seqlens_q" in with_cache.parameters:
         packed = with_cache
     with_cache = None if packed is None else with_cache
+    gpu = devices == ("cuda",)
     used = [each for each in (varlen, with_cache) if each is not None]
     multiple = {"block_table": 256, "page_table": 128}.get(varlen.named("table"), 1) if gpu else 1
     capabilities = Capabilities(
         phases=ALL_PHASES if packed else frozenset({Phase.PREFILL}),
         layouts=(NHD,),
         dtypes=HALF_DTYPES if gpu else (torch.float32, *HALF_DTYPES),
-        devices=("cuda",) if gpu else ("cpu", "cuda"),
+        devices=devices,
         block_multiple=multiple,
         head_dims=tuple(range(8, 257, 8)) if gpu else None,
         features=frozenset(feature for feature in FEATURES if all(each.named(feature) for each in used)),

@@ -231,10 +231,10 @@ class HubKernel(PluginSource):
         else:
             module = _of_library("get_local_kernel", str(self.folder), self.folder)
         home = Path(str(module.__file__)).parent
-        gpu = any(home.rglob("*.so"))
+        devices = ("cuda",) if any(home.rglob("*.so")) else ("cpu", "cuda")
         with suppress(OSError, ValueError, KeyError, TypeError):
-            gpu = json.loads((home / "metadata.json").read_text())["backend"]["type"] != "cpu"
-        return flash_backend(self.name, module, gpu)
+            devices = ("cpu" if json.loads((home / "metadata.json").read_text())["backend"]["type"] == "cpu" else "cuda",)
+        return flash_backend(self.name, module, devices)
 
 
 def _download(wanted: str) -> Path:

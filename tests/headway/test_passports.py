@@ -187,7 +187,7 @@ def flash_4() -> ModuleType:
 @pytest.mark.parametrize("make", [flash_2, flash_3, flash_4])
 @pytest.mark.parametrize("layer", SPECS)
 def test_each_generation_of_functions_gives_the_right_answers(make: Callable[[], ModuleType], layer: str) -> None:
-    backend, wanted = flash_backend("hub:a/b", make(), gpu=False), SPECS[layer]
+    backend, wanted = flash_backend("hub:a/b", make(), ("cpu",)), SPECS[layer]
     lacking = wanted.features - backend.capabilities.features
     assert backend.capabilities.features >= {"sliding_window", "softcap"}
     for name in CASES:
@@ -202,20 +202,20 @@ def test_each_generation_of_functions_gives_the_right_answers(make: Callable[[],
 def test_what_a_module_lacks_is_a_reason() -> None:
     module = flash_3()
     del module.flash_attn_with_kvcache
-    backend = flash_backend("hub:a/b", module, gpu=False)
+    backend = flash_backend("hub:a/b", module, ("cpu",))
     assert backend.supports(spec(), NHD, 16, Phase.PREFILL)
     reasons = str(backend.supports(spec(), NHD, 16, Phase.DECODE))
     assert "flash_attn_varlen_func of hub:a/b: needs a parameter block_table or page_table" in reasons
     assert "prefill=hub:a/b" in reasons
     with pytest.raises(PluginError, match="needs a function flash_attn_varlen_func with flash-attention's parameters, got none"):
-        flash_backend("hub:a/b", ModuleType("empty"), gpu=False)
+        flash_backend("hub:a/b", ModuleType("empty"), ("cpu",))
     module.flash_attn_varlen_func = lambda q, k, v, cu_seqlens_q, softmax_scale: q  # type: ignore[attr-defined]
     with pytest.raises(PluginError, match="got one without causal, cu_seqlens_k"):
-        flash_backend("hub:a/b", module, gpu=False)
+        flash_backend("hub:a/b", module, ("cpu",))
 
 
 def test_a_module_for_gpus_has_the_limits_of_its_generation() -> None:
-    claims = [flash_backend("hub:a/b", make(), gpu=True).capabilities for make in (flash_2, flash_3, flash_4)]
+    claims = [flash_backend("hub:a/b", make(), ("cuda",)).capabilities for make in (flash_2, flash_3, flash_4)]
     assert [each.block_multiple for each in claims] == [256, 1, 128]
     assert all(each.devices == ("cuda",) and torch.float32 not in each.dtypes for each in claims)
 
