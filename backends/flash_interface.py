@@ -121,7 +121,7 @@ class FlashInterface(VarlenAttention):
             super().decode(q, cache, plan, out, lse)
             return
         given = {"cache_seqlens": plan.kv_lens, self.with_cache.named("table"): plan.block_table}
-        queries = q.view(plan.num_seqs, plan.max_query_len, *q.shape[1:])
+        queries = q.unflatten(0, (plan.num_seqs, plan.max_query_len))
         self._call(self.with_cache, queries, cache.key, cache.value, given, out)
 
     def _call(self, function: FlashFunction, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], out: Tensor) -> None:

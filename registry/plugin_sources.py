@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -30,6 +29,8 @@ from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.operation import KINDS, OperationKind, kind_of_class
 from headway.core.contract.state import StateLayout
+from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.registry.hookspecs import PROJECT, hookimpl
 
 C = TypeVar("C", bound=Kernel)
@@ -38,7 +39,7 @@ _MOST_FILES = 2000
 """Maximum number of a package's files that its digest covers."""
 HUB = "hub:"
 """Beginning of the name of a kernel of the Hugging Face kernel hub, or of a folder."""
-_FORMS = "FILE.py, FILE.py:CLASS, or hub: before a folder or OWNER/NAME[@VERSION]"
+_FORMS = "hub:FOLDER, hub:OWNER/NAME[@VERSION], FILE.py or FILE.py:CLASS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,8 @@ class HubKernel(PluginSource):
         home = Path(str(module.__file__)).parent
         devices = ("cuda",) if any(home.rglob("*.so")) else ("cpu", "cuda")
         with suppress(OSError, ValueError, KeyError, TypeError):
-            devices = ("cpu" if json.loads((home / "metadata.json").read_text())["backend"]["type"] == "cpu" else "cuda",)
+            metadata = parse_json(read_text(home / "metadata.json"), "metadata.json", dict)
+            devices = ("cpu" if metadata["backend"]["type"] == "cpu" else "cuda",)
         return flash_backend(self.name, module, devices)
 
 
