@@ -20,7 +20,7 @@ from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.kernels.runtime.probe import HALF_DTYPES, has_gpu
+from headway.kernels.runtime.probe import HALF_DTYPES
 
 _VARLEN, _WITH_CACHE = "flash_attn_varlen_func", "flash_attn_with_kvcache"
 _NEEDED = frozenset({"cu_seqlens_q", "cu_seqlens_k", "softmax_scale", "causal"})
@@ -81,10 +81,6 @@ class FlashInterface(VarlenAttention):
             self._layer["sinks"] = torch.tensor(spec.sinks, dtype=spec.dtype, device=spec.device)
 
     @classmethod
-    def available(cls) -> Support:
-        return has_gpu() if cls.capabilities.devices == ("cuda",) else super().available()
-
-    @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         support = super().supports(spec, layout, block_size, phase)
         if cls.packed is None and phase is not Phase.PREFILL:
@@ -92,14 +88,10 @@ class FlashInterface(VarlenAttention):
             support &= Support.no(f"{_VARLEN} of {cls.name}", need, "functions without", f"prefill={cls.name}")
         return support
 
-    @classmethod
-    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        used = _WITH_CACHE if phase is Phase.DECODE and cls.with_cache is not None else _VARLEN
-        return f"{used} ({cls.name})"
-
     def plan(self, metadata: AttentionMetadata) -> VarlenStep:
-        step = VarlenStep.of(metadata)
-        if not step.paged or self.packed is not self.varlen or not _wants_starts(self.varlen):
+        step, taken = VarlenStep.of(metadata), self.varlen.parameters
+        lengths = "seqused_k" in taken and taken["cu_seqlens_k"].default is not Parameter.empty
+        if lengths or not step.paged or self.packed is not self.varlen:
             return step
         ends = step.kv_lens.cumsum(0, dtype=torch.int32)
         return replace(step, kv_starts=torch.cat([ends.new_zeros(1), ends]))
@@ -129,11 +121,6 @@ class FlashInterface(VarlenAttention):
         given |= {function.named(feature): value for feature, value in self._layer.items()}
         found = function.call(q, k, v, softmax_scale=self.spec.scale, causal=self.spec.causal, **given)
         out.copy_((found[0] if isinstance(found, tuple) else found).view(out.shape))
-
-
-def _wants_starts(function: FlashFunction) -> bool:
-    """Return whether a paged call needs cu_seqlens_k: the function does not take lengths, or has no default for it."""
-    return "seqused_k" not in function.parameters or function.parameters["cu_seqlens_k"].default is Parameter.empty
 
 
 def flash_backend(name: str, module: ModuleType, devices: tuple[str, ...]) -> type[FlashInterface]:

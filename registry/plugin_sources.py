@@ -256,18 +256,15 @@ def _download(wanted: str) -> Path:
 def _of_library(function: str, wanted: str, *given: object, **options: object) -> Any:
     """Call a function of the library `kernels`. wanted: name of the kernel, for errors.
 
-    :raises ConfigError: if the library is not installed or raises an exception.
+    :raises ConfigError: if the library is not installed, or raises an exception.
     """
     try:
-        found = getattr(import_module("kernels"), function)
-    except (ImportError, AttributeError) as error:
-        need = "a folder with __init__.py, or the library `kernels` 0.17 or newer for hub kernels and build variants"
-        raise ConfigError(f"hub kernel {wanted}", need, f"none ({error})", "pip install 'headway[hub]'") from error
-    try:
-        return found(*given, **options)
+        return getattr(import_module("kernels"), function)(*given, **options)
     except (Exception, SystemExit) as error:
+        need = "a folder with __init__.py, or what the library `kernels` 0.17 or newer loads"
         got = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"hub kernel {wanted}", "a kernel that the library `kernels` loads", got) from error
+        hint = "pip install 'headway[hub]'" if isinstance(error, (ImportError, AttributeError)) else ""
+        raise ConfigError(f"hub kernel {wanted}", need, got, hint) from error
 
 
 def given_source(text: str, name: str = "") -> PluginFile | HubKernel:

@@ -197,23 +197,9 @@ def create_registry(
     retry: bool = False,
     passports: PassportCheck | None = None,
 ) -> Registry:
-    """Create a registry: the built-ins first, then the given plugins, then entry points of the group "headway".
+    """Create a registry as `headway.create_registry` does, with the trial and the check of passports that a caller passes.
 
-    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), kernels of the hub
-    (hub:FOLDER or hub:OWNER/NAME), or a mapping of names to plugins. A plugin in this list that fails raises an error.
-    trial: function that tries installed plugins and files in another process, once per version. None accepts untried plugins;
-    `headway.create_registry` passes the trial that every command uses.
-    block: names of entry points to ignore.
-    policy: installed plugins to load (`PluginPolicy.parse`); None means $HEADWAY_PLUGINS.
-    retry: True to repeat trials whose verdict is stored.
-
-    passports: check of the plugins against their passports; None means no check.
-
-    An installed plugin that fails in its trial or during registration is recorded in `failures`, and the start continues. So is a
-    kernel of the hub that fails in its trial.
-
-    :raises ConfigError: if the policy is not valid, or if a file does not exist.
-    :raises HeadwayError: if a given plugin cannot be registered.
+    trial: None accepts untried plugins. passports: None means no check.
     """
     registry = builtin_registry()
     wanted = PluginPolicy.of_environment() if policy is None else PluginPolicy.parse(policy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,8 +71,9 @@ def check(
     The backend runs in child processes, so that a crash, a hang or an exit is reported as a failure.
     """
     from headway.core.contract.errors import ConfigError
+    from headway.core.system.json_files import write_json
     from headway.registry.registry import builtin_registry
-    from headway.testing.kit.checking import Wanted
+    from headway.testing.kit.checking import Wanted, passport_of
     from headway.testing.kit.runner import find_sanitizer
     from headway.tuning.isolated.trial import try_installed
 
@@ -104,7 +104,10 @@ def check(
     )
     reports = [_checked(each, json_file, badge_file) for each in _each(wanted, kind, json_file or badge_file)]
     if passport is not None:
-        _write_passport(reports, passport)
+        made, place = passport_of(reports)
+        write_json(made, passport, "--passport")
+        if passport.resolve() != place.resolve():
+            print(f"A start looks for the passport of this plugin in {place}.")
     if all(report.unavailable for report in reports):
         raise typer.Exit(2)
     if any(report.not_run and not (stop_at_failure and report.failed) for report in reports):
@@ -158,24 +161,6 @@ def _checked(wanted: Wanted, json_file: Path | None, badge_file: Path | None) ->
     if badge_file is not None:
         write_bytes(badge(report).encode(), badge_file, "--badge")
     return report
-
-
-def _write_passport(reports: list[CheckReport], path: Path) -> None:
-    """Write the results of a plugin's kernels, and keep those of its other kernels in the file. Print where a start looks for the
-    passport, if that is another file."""
-    from headway.core.contract.errors import HeadwayError
-    from headway.core.system.json_files import write_json
-    from headway.testing.kit.checking import passport_of
-    from headway.tuning.isolated.passport import Passport, merged
-
-    for report in reports:
-        made, place = passport_of(report)
-        old = None
-        with suppress(HeadwayError):
-            old = Passport.read(path)
-        write_json(merged(old, made), path, "--passport")
-        if path.resolve() != place.resolve():
-            print(f"A start looks for the passport of this plugin in {place}.")
 
 
 def _compare(first: Path, second: Path) -> None:

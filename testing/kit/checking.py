@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from headway.testing.kit.kit import list_cells, make_kit, run_cell
 from headway.testing.kit.report import CellResult, CheckReport, machine_of, now
 from headway.testing.kit.runner import CellProcess, CellRun, Listed, Sanitizer, cell_timeout
 from headway.testing.kit.subject import BASELINE
-from headway.tuning.isolated.passport import KernelRecords, Passport, PassportCell, kernel_name, known_times
+from headway.tuning.isolated.passport import KernelRecords, Passport, kernel_name, known_times
 from headway.tuning.measure.device import identify_device
 
 
@@ -165,39 +164,39 @@ def _version(owner: str) -> str:
     return Origin.here().version if owner == "built-in" else owner
 
 
-def passport_of(report: CheckReport) -> tuple[Passport, Path]:
-    """Return the passport of a report's kernel, and the path at which a start looks for it.
+def passport_of(reports: Sequence[CheckReport]) -> tuple[Passport, Path]:
+    """Return the passport of a plugin, and the path at which a start looks for it. reports: reports of the plugin's kernels.
 
-    :raises ConfigError: if the kernel is not a plugin's, or the report is not complete.
+    :raises ConfigError: if a kernel is not a plugin's, or a report is not complete.
     """
-    source = None if report.plugin is None else find_source(*report.plugin)
-    path = None if source is None else source.passport
-    if source is None or path is None:
-        raise ConfigError("--passport", "a kernel of a plugin, whose files it describes", report.target)
-    if report.unavailable or report.not_run or not report.cells:
-        need = "a kernel whose cells have all been run"
-        raise ConfigError("--passport", need, report.unavailable or f"{report.not_run} cells that were not run")
-    device = identify_device(torch.device(report.machine.device))
-    cells = [
-        PassportCell(name=cell.cell, verdict=cell.status, error=cell.relative_error, tolerance=cell.tolerance)
-        for cell in report.cells
-    ]
-    invariant = {cell.status for cell in report.cells if cell.check == "invariant"} - {"skipped"}
-    kind: Any = report.kind
-    record = KernelRecords(
-        name=kernel_name(report.subject),
-        kind=kind,
-        quick=report.quick,
-        cells=cells,
-        determinism={"batch": invariant == {"passed"}} if invariant else {},
-        times=known_times(report.subject, kind, source.digest(), device),
-    )
+    first = reports[0]
+    source = find_source(*first.plugin) if first.plugin else None
+    if source is None or source.passport is None:
+        raise ConfigError("--passport", "a kernel of a plugin, whose files it describes", first.target)
+    device, kernels = identify_device(torch.device(first.machine.device)), []
+    for report in reports:
+        if report.unavailable or report.not_run or not report.cells:
+            got = report.unavailable or f"{report.not_run} cells that were not run"
+            raise ConfigError("--passport", "a kernel whose cells have all been run", got)
+        invariant = {cell.status for cell in report.cells if cell.check == "invariant"} - {"skipped"}
+        record = {
+            "name": kernel_name(report.subject),
+            "kind": report.kind,
+            "quick": report.quick,
+            "cells": [
+                {"name": cell.cell, "verdict": cell.status, "error": cell.relative_error, "tolerance": cell.tolerance}
+                for cell in report.cells
+            ],
+            "determinism": {"batch": invariant == {"passed"}} if invariant else {},
+            "times": known_times(report.subject, report.kind, source.digest(), device),
+        }
+        kernels.append(KernelRecords.model_validate(record))
     made = Passport(
         digest=source.content_digest(),
         library=source.owner,
-        origin=report.origin,
-        date=report.date,
+        origin=first.origin,
+        date=first.date,
         device=device,
-        kernels=[record],
+        kernels=kernels,
     )
-    return made, path
+    return made, source.passport

@@ -30,7 +30,7 @@ from headway.core.oracle.cases import reference, relative_error, run_backend
 from headway.core.system.json_files import write_json
 from headway.registry.plugin_sources import HubKernel, PluginFile, PluginSource
 from headway.testing.kit.checking import Wanted, check, passport_of
-from headway.tuning.isolated.passport import Passport, known_times, merged
+from headway.tuning.isolated.passport import Passport, known_times
 from headway.tuning.table.files import table_path
 from headway.tuning.table.schema import KernelRecord
 from sandbox import TOY, run_headway
@@ -272,12 +272,14 @@ def test_the_command_writes_a_passport_with_which_a_folder_serves_a_model(
 
 def test_a_kernel_of_a_plugin_gets_a_passport_and_no_other(kernel: Path, tmp_path: Path) -> None:
     report = check(Wanted(target=f"hub:{kernel}", quick=True, only="claims,repeat"))
-    made, place = passport_of(report)
+    made, place = passport_of([report])
     assert place == kernel / "passport.json"
     assert made.digest == report.digest == HubKernel.of(f"hub:{kernel}").content_digest()
     assert len(made.kernels[0].cells) == len(report.cells) > 2
+    two, _ = passport_of([report, report.model_copy(update={"subject": "another"})])
+    assert [each.name for each in two.kernels] == ["hub:", "another"]
     with pytest.raises(ConfigError, match="--passport: needs a kernel whose cells have all been run, got 3 cells"):
-        passport_of(report.model_copy(update={"not_run": 3}))
+        passport_of([report, report.model_copy(update={"not_run": 3})])
     for target, options, words in (
         ("sdpa", {}, "a kernel of a plugin, whose files it describes, got sdpa, which is built-in"),
         ("broken:drops-sinks", {}, "all cells of one kernel of a plugin"),
@@ -417,15 +419,6 @@ def test_an_object_has_no_passport(kernel: Path) -> None:
         LLM("no/such/model", registry=create_registry(), require_passport=True)
 
 
-def test_a_second_kernel_of_the_same_code_joins_the_passport(kernel: Path) -> None:
-    plugin = HubKernel.of(f"hub:{kernel}")
-    first, second = (Passport(**passport(plugin, kernels__0__name=name)) for name in ("one", "two"))
-    assert [each.name for each in merged(first, second).kernels] == ["one", "two"]
-    assert [each.name for each in merged(second, second).kernels] == ["two"]
-    other = first.model_copy(update={"digest": "0" * 64})
-    assert merged(other, second) == merged(None, second) == second
-
-
 def test_times_are_compared_with_the_fastest_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     table = a_table(a_cell(30.0, kernel="mine"), a_cell(20.0, kernel="sdpa"))
@@ -481,7 +474,7 @@ def test_a_name_of_the_hub_is_downloaded_by_the_library(kernel: Path, monkeypatc
         ("hub:", "an existing folder, or OWNER/NAME[@VERSION], got ''"),
         ("hub:no_such_folder", "got 'no_such_folder'"),
         ("hub:/no/such/folder", "got '/no/such/folder'"),
-        ("hub:some-owner/flash@1", "needs a folder with __init__.py, or the library `kernels`"),
+        ("hub:some-owner/flash@1", "needs a folder with __init__.py, or what the library `kernels`"),
     ],
 )
 def test_a_name_that_is_not_a_kernel_is_one_line(monkeypatch: pytest.MonkeyPatch, text: str, words: str) -> None:

@@ -6,7 +6,7 @@ A passport is evidence and not trust: anyone can write one. It never replaces th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +26,6 @@ from headway.tuning.table.files import read_table, stored_tables
 from headway.tuning.table.schema import DeviceIdentity, Microseconds, PhaseName
 
 _STRICT = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-_SHORT = 16
-"""Number of digits of a digest in messages."""
 KindName = Literal["attention", "state", "linear", "experts"]
 Level = Literal["batch", "chunk", "phase"]
 """Levels of determinism: bits that do not depend on the other sequences of a batch, the chunks of a prompt, or the phase."""
@@ -84,12 +82,6 @@ class KernelRecords(BaseModel):
     """Level -> whether the kernel keeps its bits. Levels that were not tested are missing."""
     times: list[PassportTime] = []
 
-    @model_validator(mode="after")
-    def _names_each_cell_once(self) -> Self:
-        if len({cell.name for cell in self.cells}) < len(self.cells):
-            raise ValueError("a cell is listed twice")
-        return self
-
 
 class Passport(ResultFile):
     """Results of the conformance kit for the kernels of one plugin on one device."""
@@ -116,7 +108,7 @@ class Passport(ResultFile):
     def fault(self, digest: str, device: DeviceIdentity) -> str:
         """Return the reason why the passport does not apply to code with this digest on a device, or "" if it applies."""
         if digest != self.digest:
-            return f"is for code with the digest {self.digest[:_SHORT]}, and the code here has {digest[:_SHORT]}"
+            return f"is for code with the digest {self.digest[:16]}, and the code here has {digest[:16]}"
         if (self.device.type, self.device.name) != (device.type, device.name):
             return f"is for {self.device.name} ({self.device.type}), and this is {device.name} ({device.type})"
         return ""
@@ -183,7 +175,7 @@ class PassportPolicy:
         return [(kind, name) for kind, name in kernels if self._required and (kind, kernel_name(name)) not in known]
 
 
-def known_times(name: str, kind: KindName, digest: str, device: DeviceIdentity) -> list[PassportTime]:
+def known_times(name: str, kind: str, digest: str, device: DeviceIdentity) -> list[PassportTime]:
     """Return a kernel's times in the stored crossover tables of a device, compared with the fastest kernel at each point.
 
     digest: result of `PluginSource.digest`; times of other versions of the plugin are not used.
@@ -205,12 +197,3 @@ def known_times(name: str, kind: KindName, digest: str, device: DeviceIdentity) 
                 times = {"layer_us": layer_us, "fastest": fastest, "fastest_us": fastest_us}
                 found.append(PassportTime.model_validate({"layer": str(table.spec), "phase": phase, "case": case, **times}))
     return found
-
-
-def merged(old: Passport | None, new: Passport) -> Passport:
-    """Return `new` with the other kernels of `old`, if `old` is for the same code and device."""
-    if old is None or old.fault(new.digest, new.device) or [*identity_rows(old.device, new.device)]:
-        return new
-    names = {(kernel.kind, kernel.name) for kernel in new.kernels}
-    others: Iterable[KernelRecords] = (kernel for kernel in old.kernels if (kernel.kind, kernel.name) not in names)
-    return new.model_copy(update={"kernels": [*others, *new.kernels]})
