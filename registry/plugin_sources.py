@@ -270,13 +270,13 @@ def _of_library(function: str, wanted: str, *given: object, **options: object) -
 def given_source(text: str, name: str = "") -> PluginFile | HubKernel:
     """Return the plugin that a user named: FILE.py, FILE.py:CLASS, or a kernel of the hub. See `HubKernel.of`.
 
-    :raises ConfigError: if the text has none of these forms, or there is no such file or kernel.
+    :raises ConfigError: if the text has another form, or the file or kernel does not exist.
     """
     return HubKernel.of(text, name) if text.startswith(HUB) else PluginFile.of(text, name)
 
 
 def find_source(name: str, owner: str, target: str) -> PluginSource:
-    """Return a plugin by its name, its owner and `PluginSource.target`. Of an unknown installed plugin, only the name is known.
+    """Return a plugin by its name, its owner and `PluginSource.target`; a plain `PluginSource` for an unknown installed plugin.
 
     :raises ConfigError: if the plugin's file no longer exists.
     """
