@@ -22,7 +22,7 @@ from headway.core.contract.backend import API_VERSION
 from headway.core.system.files import cache_folder, read_text, write_whole
 from headway.core.system.json_text import parse_json
 from headway.core.system.provenance import compiler_versions
-from headway.registry.plugin_sources import PluginFile, PluginSource
+from headway.registry.plugin_sources import PluginSource
 
 TRUST = "HEADWAY_TRUST_PLUGINS"
 """Environment variable: 1 loads plugins without a trial."""
@@ -101,7 +101,7 @@ def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool =
         log.warning("plugins: trying %s once in a separate process", named)
         for (path, plugin), verdict in zip(untried.items(), trial(list(untried.values())), strict=True):
             found[path] = verdict
-            if not verdict.fault or not isinstance(plugin, PluginFile):  # a file's fault ends the start: its user fixes the file
+            if not (verdict.fault and plugin.target):  # the user named the file or folder, and fixes it or its time: not stored
                 _remember(path, plugin, verdict)
     return [found.get(path, Verdict()) for path in paths]
 

@@ -246,7 +246,7 @@ def _download(wanted: str) -> Path:
     downloaded before. No code of the kernel runs.
     """
     repository, _, version = wanted.partition("@")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
         raise ConfigError("hub kernel", "an existing folder, or OWNER/NAME[@VERSION]", repr(wanted))
     chosen = {"version": int(version)} if version.isdecimal() else {"revision": version or "main"}
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

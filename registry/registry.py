@@ -261,7 +261,7 @@ def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict, passport
         if isinstance(plugin, PluginFile):
             hint = ", ".join(filter(None, (f"{TRUST}=1 lets it in untried", longer)))
             raise PluginError(f"plugin {plugin.path}: {verdict.fault} (tried in a process of its own; {hint})")
-        hint = "; ".join(filter(None, (RETRY, longer)))
+        hint = "; ".join(filter(None, (f"{TRUST}=1 lets it in untried" if plugin.target else RETRY, longer)))
         raise PluginError(f"{verdict.fault} (tried in a process of its own on {verdict.date}; {hint})")
     given = isinstance(plugin, (PluginFile, PluginObject, HubKernel))
     loaded = plugin.load()

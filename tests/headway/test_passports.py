@@ -472,6 +472,7 @@ def test_a_name_of_the_hub_is_downloaded_by_the_library(kernel: Path, monkeypatc
     ("text", "words"),
     [
         ("hub:", "an existing folder, or OWNER/NAME[@VERSION], got ''"),
+        ("hub:./no_such_folder", "got './no_such_folder'"),
         ("hub:no_such_folder", "got 'no_such_folder'"),
         ("hub:/no/such/folder", "got '/no/such/folder'"),
         ("hub:some-owner/flash@1", "needs a folder with __init__.py, or what the library `kernels`"),

@@ -105,14 +105,6 @@ class Passport(ResultFile):
         """Names of the cells that failed."""
         return [cell.name for kernel in self.kernels for cell in kernel.cells if cell.verdict == "failed"]
 
-    def fault(self, digest: str, device: DeviceIdentity) -> str:
-        """Return the reason why the passport does not apply to code with this digest on a device, or "" if it applies."""
-        if digest != self.digest:
-            return f"is for code with the digest {self.digest[:16]}, and the code here has {digest[:16]}"
-        if (self.device.type, self.device.name) != (device.type, device.name):
-            return f"is for {self.device.name} ({self.device.type}), and this is {device.name} ({device.type})"
-        return ""
-
 
 def kernel_name(name: str) -> str:
     """Return the name of a kernel in a passport, which does not depend on the path of a folder."""
@@ -148,15 +140,18 @@ class PassportPolicy:
 
     def _fault(self, plugin: PluginSource, path: Path) -> str:
         try:
-            passport = Passport.read(path)
-            if fault := passport.fault(plugin.content_digest(), self._here):
-                return f"its passport {path} {fault}"
+            passport, digest, here = Passport.read(path), plugin.content_digest(), self._here
         except (HeadwayError, OSError) as error:
             return f"its passport cannot be read: {error}"
+        made = passport.device
+        if digest != passport.digest:
+            return f"its passport {path} is for code with the digest {passport.digest[:16]}, and the code here has {digest[:16]}"
+        if (made.type, made.name) != (here.type, here.name):
+            return f"its passport {path} is for {made.name} ({made.type}), and this is {here.name} ({here.type})"
         if self._required and passport.failed:
             return f"its passport {path} reports {len(passport.failed)} failed cells, first {passport.failed[0]}"
         self._found[plugin.name] = passport
-        rows = [f"{what} {was or 'none'} (here {now or 'none'})" for what, was, now in identity_rows(passport.device, self._here)]
+        rows = [f"{what} {was or 'none'} (here {now or 'none'})" for what, was, now in identity_rows(made, here)]
         if rows:
             warn_once(f"plugin {plugin.name}: its passport was made with {', '.join(rows)}")
         return ""
@@ -184,14 +179,13 @@ def known_times(name: str, kind: str, digest: str, device: DeviceIdentity) -> li
     for path in stored_tables(kind):
         with suppress(HeadwayError):
             table = read_table(path, kind)
-            records = {record.name: record for record in table.kernels}
-            own = records.get(name)
-            if own is None or not own.digest or not digest.startswith(own.digest) or table.device.name != device.name:
-                continue
+            same = [each for each in table.kernels if each.digest and digest.startswith(each.digest)]
+            own = {each.name for each in same if kernel_name(each.name) == kernel_name(name)}
             timed = [(cell.layer_us, cell) for cell in table.cells if cell.layer_us is not None and cell.source == "measured"]
-            for point in dict.fromkeys(cell.point for _, cell in timed if cell.kernel == name):
+            points = dict.fromkeys(cell.point for _, cell in timed if cell.kernel in own and table.device.name == device.name)
+            for point in points:
                 here = [(us, cell.kernel) for us, cell in timed if cell.point == point]
-                layer_us = min(us for us, kernel in here if kernel == name)
+                layer_us = min(us for us, kernel in here if kernel in own)
                 fastest_us, fastest = min(here)
                 phase, case = point
                 times = {"layer_us": layer_us, "fastest": fastest, "fastest_us": fastest_us}
