@@ -37,6 +37,9 @@ class VarlenStep:
     """True if keys are read from the cache. False means that all keys are this step's k and v."""
     uniform: bool
     """True if every sequence has `max_query_len` new tokens."""
+    kv_starts: Tensor | None = None
+    """int32 [num_seqs + 1]: index of each sequence's first key, as if the keys of all sequences were packed. None if the library
+    takes the numbers of keys, or all keys are this step's."""
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> VarlenStep:

@@ -134,7 +134,8 @@ _USES: Final = {
     "How steps run": "enforce_eager cudagraph_capture_sizes async_scheduling speculate speculative_model num_speculative_tokens",
     "Adapters": "enable_lora max_loras max_lora_rank max_cpu_loras",
     "Sampling": "seed deterministic deterministic_level max_logprobs generation_config logits_processors",
-    "Plugins and logging": "plugins backends plugin_policy registry worker_extension_cls log_stats_interval check_books",
+    "Plugins and logging": "plugins backends plugin_policy require_passport registry worker_extension_cls log_stats_interval "
+    "check_books",
 }
 """Section of docs/options.md -> its options, separated by spaces. Options that are not listed go to the last section."""
 

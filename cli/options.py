@@ -104,7 +104,10 @@ def _default(path: Path, names: dict[str, _Named], given: str, value: Any) -> tu
     return named.parameter, listed if named.takes_many else (not value) if named.is_opposite else value
 
 
-PLUGIN_HELP = "Plugin file: FILE.py, or FILE.py:CLASS for a backend class without a hook. Repeatable."
+PLUGIN_HELP = (
+    "Plugin file: FILE.py, or FILE.py:CLASS for a backend class without a hook; or a hub kernel: hub:FOLDER or "
+    "hub:OWNER/NAME[@VERSION]. Repeatable."
+)
 PluginFiles = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN_HELP)]
 """The option --plugin, of every command that lists or uses backends and layouts."""
 AdapterModules = Annotated[

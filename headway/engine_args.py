@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from headway.compat.vllm_words import FLAGS, VALUES
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.contract.layer import Invariance
 from headway.core.engine.data.config import EngineConfig
+from headway.core.select.request import AUTO
 from headway.core.system.text import shown
 from headway.models.checkpoints.locate import ALIASES, ModelOrigin, locate
 from headway.models.encoders.pooling.detect import RUNNERS, TASKS, PoolingTask, pooling_task
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 
 P = ParamSpec("P")
+log = logging.getLogger("headway")
 
 TUNE = ("idle", "start", "never")
 """Words of the option `tune`: when kernels are measured for `auto`."""
@@ -102,8 +105,8 @@ class EngineArgs(EngineConfig):
     log_stats_interval: Annotated[float | None, "Seconds between statistics lines in the log. Default: no statistics."] = None
     plugins: Annotated[
         Iterable[object],
-        "Plugins to register in addition to installed plugins: objects with hooks, backend classes, or files that contain "
-        "either, as FILE.py or FILE.py:CLASS.",
+        "Plugins to register in addition to installed plugins: objects with hooks, backend classes, files that contain either, "
+        "as FILE.py or FILE.py:CLASS, or hub kernels, as hub:FOLDER or hub:OWNER/NAME[@VERSION].",
     ] = ()
     backends: Annotated[
         Iterable[type[Kernel]], "Backend and kernel classes to register like plugins; attn_backend selects one by name."
@@ -116,6 +119,9 @@ class EngineArgs(EngineConfig):
     plugin_policy: Annotated[
         str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: $HEADWAY_PLUGINS, else all."
     ] = None
+    require_passport: Annotated[
+        bool, "Refuse each plugin and hub kernel without a passport (headway check --passport) for its code and this device."
+    ] = False
     registry: Annotated[Registry | None, "Plugin registry to use instead of a new one."] = None
 
     def __post_init__(self) -> None:
@@ -141,10 +147,9 @@ class EngineArgs(EngineConfig):
                 raise ConfigError(option, " or ".join(known), shown(getattr(self, option)))
         if self.registry is not None and not hasattr(self.registry, "failures"):
             raise ConfigError("registry", "a Registry or None", shown(self.registry))
-        if self.registry is not None and (self.plugins or self.backends):
-            raise ConfigError(
-                "registry", "a Registry alone", "plugins or backends beside it", "create_registry(plugins) takes them"
-            )
+        if self.registry is not None and (self.plugins or self.backends or self.require_passport):
+            got, hint = "plugins, backends or require_passport beside it", "create_registry(plugins) takes them"
+            raise ConfigError("registry", "a Registry alone", got, hint)
         self._set("crossover_table", _table_paths(self.crossover_table))
         threads, budget = self.num_threads, self.autotune_budget
         if threads is not None and threads < 1:
@@ -203,14 +208,24 @@ class EngineArgs(EngineConfig):
         return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
-        """Return the given `registry`, or a new one with `plugins` and `backends`. :raises HeadwayError: if a plugin or backend
-        is invalid."""
+        """Return the given `registry`, or a new one with `plugins`, `backends` and hub kernels in `attn_backend`. A hub kernel
+        that fails in its trial is left out, and `attn_backend` then names auto instead. :raises HeadwayError: if a plugin or
+        backend is invalid."""
+        from headway.registry.plugin_sources import HUB
         from headway.tuning.isolated.trial import create_registry
 
         if self.registry is not None:
             return self.registry
-        backends = _classes(self.backends)
-        return create_registry([*self.plugins, *backends] if backends else self.plugins, policy=self.plugin_policy)
+        request, plugins = self.backend_request, self.plugins if isinstance(self.plugins, Mapping) else list(self.plugins)
+        named = dict.fromkeys((request.prefill, request.decode, *(name for _, _, name in request.kinds)))
+        hub = [name for name in named if name.startswith(HUB)]
+        added = [*_classes(self.backends), *(name for name in hub if name not in plugins)]
+        plugins = [*plugins, *added] if added else plugins
+        made = create_registry(plugins, policy=self.plugin_policy, require_passport=self.require_passport, device=self.device)
+        if left_out := [failure.name for failure in made.failures if failure.name in hub]:
+            log.warning("attention backend %s is left out, and auto chooses instead", ", ".join(left_out))
+            self._set("attn_backend", request.pinned(AUTO, left_out))
+        return made
 
     def engine_config(self) -> EngineConfig:
         """Return the subset of the options that the engine reads."""

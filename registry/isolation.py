@@ -14,7 +14,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -66,8 +66,23 @@ class Verdict:
         return cls(**{each.name: data[each.name] for each in fields(cls)})
 
 
+class Refusal(Verdict):
+    """Verdict on a plugin that lacks a required passport and was not tried. `fault` is the reason."""
+
+
 Trial = Callable[[Sequence[PluginSource]], list[Verdict]]
 """Function that tries plugins in other processes and returns a verdict on each."""
+
+
+class PassportCheck(Protocol):
+    """Check of plugins against their passports at a start."""
+
+    def refusal(self, plugin: PluginSource) -> str:
+        """Return the reason why a plugin must not be used, or "". Called before any code of the plugin runs."""
+
+    def without(self, plugin: PluginSource, kernels: Sequence[tuple[str, str]], verdict: Verdict) -> list[tuple[str, str]]:
+        """Return the kernels, as kind and name, that lack a required passport, and report differences between the passport and
+        the verdict. kernels: kind and name of each kernel that the plugin registered."""
 
 
 def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool = False) -> list[Verdict]:
@@ -86,9 +101,7 @@ def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool =
         log.warning("plugins: trying %s once in a separate process", named)
         for (path, plugin), verdict in zip(untried.items(), trial(list(untried.values())), strict=True):
             found[path] = verdict
-            if not (
-                verdict.fault and plugin.target
-            ):  # a file's fault ends the program, so that its user fixes the file: not stored
+            if not (verdict.fault and plugin.target):  # the user named the file or folder, and fixes it or its time: not stored
                 _remember(path, plugin, verdict)
     return [found.get(path, Verdict()) for path in paths]
 

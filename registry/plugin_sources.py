@@ -1,4 +1,4 @@
-"""Sources of plugins: entry points of installed distributions, files, objects and backend classes.
+"""Sources of plugins: entry points of installed distributions, files, kernels of the hub, objects and backend classes.
 
 Each source is a `PluginSource` with a name and an owner. A plugin's code is not imported before `load` is called.
 """
@@ -8,18 +8,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.metadata import EntryPoint, distributions
 from inspect import isabstract
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headway.core.contract.backend import API_VERSION
 from headway.core.contract.errors import ConfigError, PluginError
@@ -27,12 +29,17 @@ from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.operation import KINDS, OperationKind, kind_of_class
 from headway.core.contract.state import StateLayout
-from headway.registry.hookspecs import hookimpl
+from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
+from headway.registry.hookspecs import PROJECT, hookimpl
 
 C = TypeVar("C", bound=Kernel)
 
 _MOST_FILES = 2000
 """Maximum number of a package's files that its digest covers."""
+HUB = "hub:"
+"""Beginning of the name of a kernel of the Hugging Face kernel hub, or of a folder."""
+_FORMS = "hub:FOLDER, hub:OWNER/NAME[@VERSION], FILE.py or FILE.py:CLASS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +71,40 @@ class PluginSource:
 
     def digest(self) -> str:
         """Return a hash of the plugin's name, version, and files with their sizes and modification times."""
-        file = self.file
-        files = [] if file is None else [file] if file.is_file() else islice(sorted(file.rglob("*")), _MOST_FILES)
         # The measuring process uses the file's absolute path, a user any path; both are the same plugin.
         facts: list[object] = [(self.owner, self.target) if self.target else repr(self)]
-        for path in files:
-            if "__pycache__" not in path.parts:
-                with suppress(OSError):
-                    stat = path.stat()
-                    facts.append((str(path), stat.st_mtime_ns, stat.st_size) if path.is_file() else str(path))
+        for path in islice(self._files(), _MOST_FILES):
+            with suppress(OSError):
+                stat = path.stat()
+                facts.append((str(path), stat.st_mtime_ns, stat.st_size) if path.is_file() else str(path))
         return hashlib.sha256(repr(facts).encode("utf-8", "replace")).hexdigest()
+
+    def content_digest(self) -> str:
+        """Return the SHA-256 of the contents and relative paths of the plugin's files, which is equal on every machine. "" if the
+        plugin has no files.
+
+        :raises OSError: if a file cannot be read.
+        """
+        hashed, root = hashlib.sha256(), self.file
+        for path in (path for path in self._files() if path.is_file()):
+            place = path.relative_to(root or path).as_posix()
+            hashed.update(f"{place}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    hashed.update(chunk)
+        return "" if root is None else hashed.hexdigest()
+
+    @property
+    def passport(self) -> Path | None:
+        """Path of the plugin's passport, next to its code; None if the plugin has no files."""
+        file = self.file
+        return file and (file / "passport.json" if file.is_dir() else file.with_suffix(".passport.json"))
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the plugin's files and folders, without its passport and compiled Python files."""
+        file, passport = self.file, self.passport
+        listed = [] if file is None else [file] if file.is_file() else sorted(file.rglob("*"))
+        return (path for path in listed if "__pycache__" not in path.parts and path != passport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +189,103 @@ class PluginFile(PluginSource):
         return module
 
 
+@dataclass(frozen=True, slots=True)
+class HubKernel(PluginSource):
+    """A folder with a module that has flash-attention's functions: given as hub:FOLDER, or as hub:OWNER/NAME[@VERSION] and
+    downloaded from the Hugging Face kernel hub."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, text: str, name: str = "") -> HubKernel:
+        """Parse hub:FOLDER or hub:OWNER/NAME[@VERSION], and download the kernel in the second case. An existing folder precedes.
+
+        :raises ConfigError: if the text has another form, or the kernel cannot be downloaded.
+        """
+        wanted = text.removeprefix(HUB)
+        folder = Path(wanted).expanduser()
+        if wanted and folder.is_dir():
+            return cls(name or text, folder.resolve().name, folder.resolve())
+        return cls(name or text, wanted, _download(wanted).resolve())
+
+    @property
+    def file(self) -> Path | None:
+        return self.folder
+
+    @property
+    def target(self) -> str:
+        return f"{HUB}{self.folder}"
+
+    def load(self) -> object:
+        """Import the folder, and return an attention backend class with this plugin's name.
+
+        A plain Python package is imported directly; a folder with build variants or metadata.json is imported by the library
+        `kernels`.
+
+        :raises HeadwayError: if the folder does not load or lacks flash-attention's functions.
+        """
+        from headway.backends.flash_interface import flash_backend
+
+        package = self.folder / "__init__.py"
+        if package.is_file() and not (self.folder / "metadata.json").is_file():
+            module = load_file(package)
+        else:
+            module = _of_library("get_local_kernel", str(self.folder), self.folder)
+        home = Path(str(module.__file__)).parent
+        devices = ("cuda",) if any(home.rglob("*.so")) else ("cpu", "cuda")
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            metadata = parse_json(read_text(home / "metadata.json"), "metadata.json", dict)
+            devices = ("cpu" if metadata["backend"]["type"] == "cpu" else "cuda",)
+        return flash_backend(self.name, module, devices)
+
+
+def _download(wanted: str) -> Path:
+    """Return the folder of a kernel of the hub, OWNER/NAME[@VERSION], after downloading the build variant for this machine.
+
+    VERSION is a number, or a branch, tag or commit; the default is the branch main. $HF_HUB_OFFLINE=1 uses only files that were
+    downloaded before. No code of the kernel runs.
+    """
+    repository, _, version = wanted.partition("@")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
+        raise ConfigError("hub kernel", "an existing folder, or OWNER/NAME[@VERSION]", repr(wanted))
+    chosen = {"version": int(version)} if version.isdecimal() else {"revision": version or "main"}
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return Path(_of_library("install_kernel", wanted, repository, local_files_only=offline, **chosen))
+
+
+def _of_library(function: str, wanted: str, *given: object, **options: object) -> Any:
+    """Call a function of the library `kernels`. wanted: name of the kernel, for errors.
+
+    :raises ConfigError: if the library is not installed, or raises an exception.
+    """
+    try:
+        return getattr(import_module("kernels"), function)(*given, **options)
+    except (Exception, SystemExit) as error:
+        need = "a folder with __init__.py, or what the library `kernels` 0.17 or newer loads"
+        got = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        hint = "pip install 'headway[hub]'" if isinstance(error, (ImportError, AttributeError)) else ""
+        raise ConfigError(f"hub kernel {wanted}", need, got, hint) from error
+
+
+def given_source(text: str, name: str = "") -> PluginFile | HubKernel:
+    """Return the plugin that a user named: FILE.py, FILE.py:CLASS, or a kernel of the hub. See `HubKernel.of`.
+
+    :raises ConfigError: if the text has another form, or the file or kernel does not exist.
+    """
+    return HubKernel.of(text, name) if text.startswith(HUB) else PluginFile.of(text, name)
+
+
+def find_source(name: str, owner: str, target: str) -> PluginSource:
+    """Return a plugin by its name, its owner and `PluginSource.target`; a plain `PluginSource` for an unknown installed plugin.
+
+    :raises ConfigError: if the plugin's file no longer exists.
+    """
+    if target:
+        return replace(given_source(target, name), owner=owner)
+    found = (each for each in installed_plugins(PROJECT) if (each.name, each.owner) == (name, owner))
+    return next(found, PluginSource(name, owner))
+
+
 def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[InstalledPlugin | UnreadablePlugin]:
     """Yield the entry points of a group that are not blocked. A distribution that is found twice counts once; a distribution with
     unreadable entry points yields an `UnreadablePlugin`."""
@@ -179,8 +307,8 @@ def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iter
                 yield InstalledPlugin(point.name, owner, point)
 
 
-def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[PluginFile | PluginObject]:
-    """Yield the plugins that a caller passed: objects with hooks, backend classes, and files.
+def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[PluginFile | HubKernel | PluginObject]:
+    """Yield the plugins that a caller passed: objects with hooks, backend classes, files, and kernels of the hub.
 
     A plugin without a name is named after its file, class, module or type. If several plugins have the same name, a number is
     added from the second plugin on.
@@ -194,7 +322,7 @@ def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[
         seen[own] += 1
         name = own if seen[own] == 1 else f"{own}-{seen[own]}"
         if isinstance(plugin, (str, os.PathLike)):
-            yield PluginFile.of(os.fspath(plugin), name)
+            yield given_source(os.fspath(plugin), name)
         else:
             yield PluginObject(name, own, plugin)
 
@@ -247,7 +375,7 @@ def split_target(text: str) -> tuple[Path, str]:
     """
     path, _, name = text.rpartition(":") if ".py:" in text else (text, "", "")
     if not path.endswith(".py"):
-        raise ConfigError("plugin", "FILE.py or FILE.py:CLASS", repr(text))
+        raise ConfigError("plugin", _FORMS, repr(text))
     return Path(path), name
 
 
@@ -259,9 +387,10 @@ def load_file(path: Path) -> ModuleType:
     :raises PluginError: if the file does not load; the error states the line.
     """
     _existing(path)
-    known = sys.modules.get(path.stem)
+    stem = re.sub(r"\W", "_", path.resolve().parent.name) if path.name == "__init__.py" else path.stem
+    known = sys.modules.get(stem)
     mine = known is None or getattr(known, "__file__", None) == str(path.resolve())
-    name = path.stem if mine else f"headway_plugin_{path.stem}"  # other modules of that name are not replaced
+    name = stem if mine else f"headway_plugin_{stem}"  # other modules of that name are not replaced
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -344,6 +473,8 @@ def _summary(kernel: type[Kernel]) -> str:
 
 
 def _name(plugin: object) -> str:
+    if isinstance(plugin, str) and plugin.startswith(HUB):
+        return plugin
     if isinstance(plugin, (str, os.PathLike)):
         return Path(os.fspath(plugin)).stem if not os.fspath(plugin).rpartition(":")[2].isidentifier() else os.fspath(plugin)
     return plugin.__name__ if isinstance(plugin, (type, ModuleType)) else type(plugin).__name__

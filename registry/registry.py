@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 import pluggy
@@ -18,9 +18,9 @@ from headway.core.select.kernels import KernelEntry, Kernels, RankHook
 from headway.core.system.logs import log_traceback, warn_once
 from headway.kernels.linear.choice import LinearKernels
 from headway.registry import builtin, hookspecs
-from headway.registry.isolation import TIMEOUT, TRUST, Trial, Verdict, verdicts
+from headway.registry.isolation import TIMEOUT, TRUST, PassportCheck, Refusal, Trial, Verdict, verdicts
 from headway.registry.plugin_sources import (
-    InstalledPlugin,
+    HubKernel,
     PluginFile,
     PluginObject,
     PluginSource,
@@ -180,6 +180,13 @@ class Registry(Kernels):
         return self.proposers[name]
 
 
+def builtin_registry() -> Registry:
+    """Return a registry that contains only the built-ins."""
+    registry = Registry()
+    registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, builtin)
+    return registry
+
+
 def create_registry(
     plugins: Mapping[str, object] | Iterable[object] = (),
     *,
@@ -188,77 +195,88 @@ def create_registry(
     block: Iterable[str] = (),
     policy: str | None = None,
     retry: bool = False,
+    passports: PassportCheck | None = None,
 ) -> Registry:
-    """Create a registry: the built-ins first, then the given plugins, then entry points of the group "headway".
+    """Create a registry as `headway.create_registry` does, with the trial and the check of passports that a caller passes.
 
-    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or a mapping of
-    names to plugins. A plugin in this list that fails raises an error.
-    trial: function that tries installed plugins and files in another process, once per version. None accepts untried plugins;
-    `headway.create_registry` passes the trial that every command uses.
-    block: names of entry points to ignore.
-    policy: installed plugins to load (`PluginPolicy.parse`); None means $HEADWAY_PLUGINS.
-    retry: True to repeat trials whose verdict is stored.
-
-    An installed plugin that fails in its trial or during registration is recorded in `failures`, and the start continues.
-
-    :raises ConfigError: if the policy is not valid, or if a file does not exist.
-    :raises HeadwayError: if a given plugin cannot be registered.
+    trial: None accepts untried plugins. passports: None means no check.
     """
-    registry = Registry()
-    registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, builtin)
+    registry = builtin_registry()
     wanted = PluginPolicy.of_environment() if policy is None else PluginPolicy.parse(policy)
-    given = list(given_plugins(plugins))
-    files = [plugin for plugin in given if isinstance(plugin, PluginFile)]
-    tried = dict(zip(files, verdicts(files, trial, retry), strict=True))
+    given: list[PluginSource] = list(given_plugins(plugins))
+    judged = _judge(given, trial, retry, passports)
     for plugin in given:
-        _let_in(registry, plugin, tried.get(plugin, Verdict()) if isinstance(plugin, PluginFile) else Verdict())
+        verdict = judged.get(id(plugin), Verdict())
+        if isinstance(plugin, HubKernel) and verdict.fault and not isinstance(verdict, Refusal):
+            _let_in_or_record(registry, plugin, verdict, passports)
+        else:
+            _let_in(registry, plugin, verdict, passports)
     if load_entry_points:
-        _add_installed(registry, list(installed_plugins(hookspecs.PROJECT, frozenset(block))), wanted, trial, retry)
+        found: list[PluginSource] = list(installed_plugins(hookspecs.PROJECT, frozenset(block)))
+        for name in wanted.unknown(found):
+            warn_once(f"plugins: no installed plugin is named {name}")
+        judged = _judge([plugin for plugin in found if wanted.takes(plugin)], trial, retry, passports)
+        for plugin in found:
+            if wanted.takes(plugin):
+                _let_in_or_record(registry, plugin, judged.get(id(plugin), Verdict()), passports)
+            else:
+                registry.plugins.append(PluginRecord(plugin.name, plugin.owner, str(plugin.file or ""), "blocked"))
     return registry
 
 
-def _add_installed(
-    registry: Registry, found: list[InstalledPlugin | UnreadablePlugin], policy: PluginPolicy, trial: Trial | None, retry: bool
-) -> None:
-    for name in policy.unknown(found):
-        warn_once(f"plugins: no installed plugin is named {name}")
-    readable = [plugin for plugin in found if policy.takes(plugin) and isinstance(plugin, InstalledPlugin)]
-    tried = dict(zip(map(id, readable), verdicts(readable, trial, retry), strict=True))
-    for plugin in found:
-        if policy.takes(plugin):
-            verdict = tried.get(id(plugin), Verdict())
-            try:
-                _let_in(registry, plugin, verdict)
-            except (Exception, SystemExit) as error:
-                details = verdict.details
-                if not verdict.fault:
-                    log_traceback(f"plugin {plugin.name} of {plugin.owner}", error)
-                    details = "".join(traceback.format_exception(error))
-                registry.failures.append(PluginFailure(plugin.name, plugin.owner, error, details))
-                _record(registry, plugin, verdict, registry.failures[-1])
-        else:
-            registry.plugins.append(PluginRecord(plugin.name, plugin.owner, str(plugin.file or ""), "blocked"))
+def _judge(
+    plugins: Sequence[PluginSource], trial: Trial | None, retry: bool, passports: PassportCheck | None
+) -> dict[int, Verdict]:
+    """Return id -> verdict on each plugin that can be tried or that lacks a required passport. The latter are not tried."""
+    refused: dict[int, Verdict] = {
+        id(each): Refusal(reason) for each in plugins if passports is not None and (reason := passports.refusal(each))
+    }
+    able = [each for each in plugins if id(each) not in refused and not isinstance(each, (PluginObject, UnreadablePlugin))]
+    return refused | dict(zip(map(id, able), verdicts(able, trial, retry), strict=True))
 
 
-def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict) -> None:
-    """Load and register a plugin that has a verdict. Exceptions raised while importing the plugin are not caught.
+def _let_in_or_record(registry: Registry, plugin: PluginSource, verdict: Verdict, passports: PassportCheck | None) -> None:
+    """Load and register a plugin, or record its failure."""
+    try:
+        _let_in(registry, plugin, verdict, passports)
+    except (Exception, SystemExit) as error:
+        details = verdict.details
+        if not verdict.fault:
+            log_traceback(f"plugin {plugin.name} of {plugin.owner}", error)
+            details = "".join(traceback.format_exception(error))
+        registry.failures.append(PluginFailure(plugin.name, plugin.owner, error, details))
+        _record(registry, plugin, verdict, registry.failures[-1])
+
+
+def _let_in(registry: Registry, plugin: PluginSource, verdict: Verdict, passports: PassportCheck | None) -> None:
+    """Load and register a plugin that has a verdict, except its kernels that lack a required passport. Exceptions raised while
+    importing the plugin are not caught.
 
     :raises HeadwayError: if the plugin's trial failed or the plugin cannot be registered.
     """
+    if isinstance(verdict, Refusal):
+        raise PluginError(f"plugin {plugin.name!r} of {plugin.owner}: {verdict.fault}")
     if verdict.fault:
         longer = f"{TIMEOUT}=60 gives it longer" * verdict.fault.startswith("hangs")
         if isinstance(plugin, PluginFile):
             hint = ", ".join(filter(None, (f"{TRUST}=1 lets it in untried", longer)))
             raise PluginError(f"plugin {plugin.path}: {verdict.fault} (tried in a process of its own; {hint})")
-        hint = "; ".join(filter(None, (RETRY, longer)))
+        hint = "; ".join(filter(None, (f"{TRUST}=1 lets it in untried" if plugin.target else RETRY, longer)))
         raise PluginError(f"{verdict.fault} (tried in a process of its own on {verdict.date}; {hint})")
-    given = isinstance(plugin, (PluginFile, PluginObject))
+    given = isinstance(plugin, (PluginFile, PluginObject, HubKernel))
     loaded = plugin.load()
     hooks = with_hooks(loaded, registry.layouts, registry.states.layouts) if given else loaded
     registry.add_plugin(plugin.name, plugin.owner, hooks)
     if not isinstance(plugin, PluginObject):
         registry.sources[plugin.name] = plugin
         _record(registry, plugin, verdict)
+    if passports is not None:
+        brought = registry.brought[plugin.name]
+        names = [(each.kind.name, name) for each in registry.kinds for name in getattr(brought, each.kind.kernels)]
+        for kind, name in passports.without(plugin, names, verdict):
+            next(each for each in registry.kinds if each.kind.name == kind).entries.pop(name)
+            error = PluginError(f"kernel {name}: needs a passport, and the plugin's does not contain it (require_passport)")
+            registry.failures.append(PluginFailure(plugin.name, plugin.owner, error))
 
 
 def _record(registry: Registry, plugin: PluginSource, verdict: Verdict, failure: PluginFailure | None = None) -> None:

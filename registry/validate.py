@@ -24,11 +24,14 @@ from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer
 from headway.core.contract.state import STATE_KINDS, StateLayout
 from headway.core.contract.weights import FORMATS
 from headway.core.system.text import shown
+from headway.registry.plugin_sources import HUB
 
 RESERVED = ("auto", "reference")
 """Reserved names, which have a special meaning in options."""
 _LONGEST: Final = 64
 """Maximum number of characters in a name. Names are shown in tables and command lines."""
+_LONGEST_PATH: Final = 1024
+"""Maximum number of characters in the name of a hub kernel, which may contain a path."""
 
 
 def _all_of(found: object, kind: type, container: tuple[type, ...] = (tuple,)) -> bool:
@@ -265,8 +268,9 @@ def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
 
 
 def _check_name(name: object, what: str) -> None:
-    ok = isinstance(name, str) and 0 < len(name) <= _LONGEST and not any(sign in ",=" or sign.isspace() for sign in name)
-    _need(ok, what, f"a text without blanks, commas or equals signs, of at most {_LONGEST} characters", name)
+    longest = _LONGEST_PATH if isinstance(name, str) and name.startswith(HUB) else _LONGEST
+    ok = isinstance(name, str) and 0 < len(name) <= longest and not any(sign in ",=" or sign.isspace() for sign in name)
+    _need(ok, what, f"a text without blanks, commas or equals signs, of at most {longest} characters", name)
     _need(name not in RESERVED, what, f"none of the words {' and '.join(RESERVED)}", name)
 
 

@@ -59,6 +59,9 @@ def check(
         typer.Option(min=0.0, max=86_400.0, help="Maximum seconds per cell. 0 means 60 on a CPU, 240 on a GPU, 600 interpreted."),
     ] = 0.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result to this JSON file.")] = None,
+    passport: Annotated[
+        Path | None, typer.Option(help="Write a passport for the plugin that provides the kernel to this file.")
+    ] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write an SVG badge with the outcome to this file.")] = None,
 ) -> None:
     """Test a backend against the contract.
@@ -68,7 +71,9 @@ def check(
     The backend runs in child processes, so that a crash, a hang or an exit is reported as a failure.
     """
     from headway.core.contract.errors import ConfigError
-    from headway.testing.kit.checking import Wanted
+    from headway.core.system.json_files import write_json
+    from headway.registry.registry import builtin_registry
+    from headway.testing.kit.checking import Wanted, passport_of
     from headway.testing.kit.runner import find_sanitizer
     from headway.tuning.isolated.trial import try_installed
 
@@ -83,6 +88,10 @@ def check(
         raise ConfigError("--device", "cpu or cuda", repr(device))
     if model and layout:
         raise ConfigError("--model", "a backend to try its layers with", f"--layout {layout}")
+    if passport and (only or cell or layout or model or target.startswith("broken:")):
+        raise ConfigError("--passport", "all cells of one kernel of a plugin", "--only, --cell, --layout, --model or broken:NAME")
+    if passport and ".py" not in target and any(target.rpartition(":")[2] in each.entries for each in builtin_registry().kinds):
+        raise ConfigError("--passport", "a kernel of a plugin, whose files it describes", f"{target}, which is built-in")
     if sanitize and in_process:
         raise ConfigError("--sanitize", "child processes, which it watches", "--in-process")
     sanitizer = find_sanitizer(device) if sanitize else ""
@@ -94,6 +103,11 @@ def check(
         guesses=not no_guess,
     )
     reports = [_checked(each, json_file, badge_file) for each in _each(wanted, kind, json_file or badge_file)]
+    if passport is not None:
+        made, place = passport_of(reports)
+        write_json(made, passport, "--passport")
+        if passport.resolve() != place.resolve():
+            print(f"A start looks for the passport of this plugin in {place}.")
     if all(report.unavailable for report in reports):
         raise typer.Exit(2)
     if any(report.not_run and not (stop_at_failure and report.failed) for report in reports):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -169,10 +169,10 @@ class BackendRequest:
         kept = tuple(each for each in self.kinds if each[0] != kind)
         return BackendRequest(self.prefill, self.decode, kinds=(*kept, (kind, "", AUTO)))
 
-    def pinned(self, name: str) -> BackendRequest:
-        """Return the request with a backend's name instead of every auto."""
-        kinds = tuple((kind, phase, name if each == AUTO else each) for kind, phase, each in self.kinds)
-        prefill, decode = (name if each == AUTO else each for each in (self.prefill, self.decode))
+    def pinned(self, name: str, instead_of: Collection[str] = (AUTO,)) -> BackendRequest:
+        """Return the request with a backend's name, or auto, instead of other names."""
+        kinds = tuple((kind, phase, name if each in instead_of else each) for kind, phase, each in self.kinds)
+        prefill, decode = (name if each in instead_of else each for each in (self.prefill, self.decode))
         return BackendRequest(prefill, decode, kinds=kinds)
 
     def name_for(self, phase: Phase) -> str:

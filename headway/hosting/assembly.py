@@ -183,7 +183,8 @@ def checked_registry(args: EngineArgs) -> Registry:
     """
     if args.tensor_parallel_size > 1:
         rank_devices(args)
-    config, registry = args.engine_config(), args.make_registry()
+    registry = args.make_registry()
+    config = args.engine_config()  # a hub kernel may have been left out
     for failure in registry.failures:
         log.warning("plugin skipped: %s", failure)
     check_names(registry, config.backend_request, config.kv_layout, config.attn_options, config.state_request)

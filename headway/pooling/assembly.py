@@ -78,8 +78,8 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
     """Load a model and create its engine. registry: result of `checked_registry`; None creates a registry. :raises HeadwayError:
     if an option is invalid."""
     _refuse_generating(args)
-    config = args.engine_config()
     registry = checked_registry(args) if registry is None else registry
+    config = args.engine_config()
     request = config.backend_request
     device = resolve_device(args.device)
     clock = PartClock()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
 from headway.registry.isolation import Trial
-from headway.testing.kit.checks.claims import CELL, source_of, try_plugin
+from headway.registry.plugin_sources import find_source
+from headway.testing.kit.checks.claims import CELL, try_plugin
 from headway.testing.kit.kit import list_cells, make_kit, run_cell
 from headway.testing.kit.report import CellResult, CheckReport, machine_of, now
 from headway.testing.kit.runner import CellProcess, CellRun, Listed, Sanitizer, cell_timeout
 from headway.testing.kit.subject import BASELINE
+from headway.tuning.isolated.passport import KernelRecords, Passport, kernel_name, known_times
+from headway.tuning.measure.device import identify_device
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def check(
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
         plugins=list(wanted.plugins),
         digest=listed.digest,
+        kind=listed.kind,
+        plugin=listed.plugin,
         model=wanted.model,
         origin=Origin.here(),
         version=_version(listed.owner),
@@ -139,7 +145,7 @@ def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[Ce
     empty list."""
     if trial is None or not listed.plugin or cells[:1] != [str(CELL)]:
         return []
-    return [try_plugin(source_of(listed.plugin), trial)]
+    return [try_plugin(find_source(*listed.plugin), trial)]
 
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
@@ -156,3 +162,41 @@ def _version(owner: str) -> str:
     """Return Headway's version for a built-in kernel, else `owner`. owner: for an entry point, the name and version of its
     distribution."""
     return Origin.here().version if owner == "built-in" else owner
+
+
+def passport_of(reports: Sequence[CheckReport]) -> tuple[Passport, Path]:
+    """Return the passport of a plugin, and the path at which a start looks for it. reports: reports of the plugin's kernels.
+
+    :raises ConfigError: if a kernel is not a plugin's, or a report is not complete.
+    """
+    first = reports[0]
+    source = find_source(*first.plugin) if first.plugin else None
+    if source is None or source.passport is None:
+        raise ConfigError("--passport", "a kernel of a plugin, whose files it describes", first.target)
+    device, kernels = identify_device(torch.device(first.machine.device)), []
+    for report in reports:
+        if report.unavailable or report.not_run or not report.cells:
+            got = report.unavailable or f"{report.not_run} cells that were not run"
+            raise ConfigError("--passport", "a kernel whose cells have all been run", got)
+        invariant = {cell.status for cell in report.cells if cell.check == "invariant"} - {"skipped"}
+        record = {
+            "name": kernel_name(report.subject),
+            "kind": report.kind,
+            "quick": report.quick,
+            "cells": [
+                {"name": cell.cell, "verdict": cell.status, "error": cell.relative_error, "tolerance": cell.tolerance}
+                for cell in report.cells
+            ],
+            "determinism": {"batch": invariant == {"passed"}} if invariant else {},
+            "times": known_times(report.subject, report.kind, source.digest(), device),
+        }
+        kernels.append(KernelRecords.model_validate(record))
+    made = Passport(
+        digest=source.content_digest(),
+        library=source.owner,
+        origin=first.origin,
+        date=first.date,
+        device=device,
+        kernels=kernels,
+    )
+    return made, source.passport

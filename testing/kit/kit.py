@@ -15,7 +15,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE
 from headway.core.oracle.cells import CheckCell, KitCell
 from headway.core.oracle.steps import CellErrors
-from headway.registry.plugin_sources import split_target
+from headway.registry.plugin_sources import HUB, split_target
 from headway.testing.kit import weights
 from headway.testing.kit.attention import AttentionStage
 from headway.testing.kit.checks import answers, claims, engine, every, graphs, layouts, states
@@ -195,6 +195,8 @@ def list_cells(kit: Kit, quick: bool, layout: str, cell: str) -> dict[str, Any]:
 def _digest(subject: Subject) -> str:
     """Return the SHA-256 of the file that defines a subject; "" if the subject is not defined in a file."""
     try:
+        if subject.name.startswith(HUB) and (source := subject.registry.source_of(subject.name)):
+            return source.content_digest()
         path = split_target(subject.file)[0] if subject.file else Path(inspect.getfile(subject.backend))
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, TypeError):  # a class made by a function, or typed into an interpreter

@@ -96,6 +96,10 @@ class CheckReport(ResultFile):
     """Name under which the subject is registered."""
     digest: str = ""
     """SHA-256 of the file that defines the subject; "" if the subject is not defined in a file."""
+    kind: str = Field(default="attention", exclude=True)
+    """Kind of operation of the subject."""
+    plugin: Sequence[str] | None = Field(default=None, exclude=True)
+    """Plugin that provides the subject, as in `Subject.plugin`; None if there is none."""
     origin: Origin
     """Version of Headway's code that made the report."""
     version: str = ""

@@ -107,6 +107,8 @@ class Listed:
     owner: str
     plugin: Sequence[str] | None
     """Plugin that provides the subject, in the format of `Subject.plugin`."""
+    kind: str
+    """Name of the subject's kind of operation."""
     unavailable: str
     cells: list[str]
     digest: str = ""

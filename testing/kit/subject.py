@@ -20,7 +20,7 @@ from headway.core.contract.operation import ATTENTION, EXPERTS, KINDS, LINEAR, S
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
-from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
+from headway.registry.plugin_sources import HUB, ClassPlugin, class_in, has_hooks, load_file, split_target
 
 PREFIXES: Final = {STATE.name: "states:", LINEAR.name: "linear:", EXPERTS.name: "experts:"}
 """Kind of operation -> prefix for names and files of its kernels. The prefix is needed because an attention backend may have the
@@ -67,14 +67,15 @@ class Subject:
         return self.backend.capabilities
 
     def described(self) -> dict[str, Any]:
-        """Return the subject's name, owner and plugin, and the reason if it is not available on its device."""
+        """Return the subject's name, owner, plugin and kind, and the reason if it is not available on its device."""
         kernels = self.registry.of(self.kind)
         here, devices = kernels.availability(self.name), ()
         unavailable = "" if here else str(here).removeprefix("no: ")
         if here and self.device.type not in (devices := self.claims.devices):
             unavailable = f"device: needs {' or '.join(devices)}, got {self.device.type}"
         owner = kernels.entries[self.name].owner
-        return {"subject": self.name, "owner": owner, "plugin": self.plugin, "unavailable": unavailable}
+        found = {"subject": self.name, "owner": owner, "plugin": self.plugin, "kind": self.kind.name}
+        return found | {"unavailable": unavailable}
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ def load_any_subject(target: str, device: torch.device, registry: Registry | Non
     kind = next((kind for kind in (STATE, LINEAR, EXPERTS) if PREFIXES[kind.name] == prefix), None)
     text = target.removeprefix(prefix)
     if not text.endswith(".py") and ".py:" not in text:
-        registry = registry or create_registry(plugins)  # without a trial: testing the plugin is the caller's task
+        given = [*plugins, *([text] if text.startswith(HUB) and text not in plugins else [])]
+        registry = registry or create_registry(given)  # without a trial: testing the plugin is the caller's task
         registry.of(kind or ATTENTION).backend(text)
         return _subject(registry, text, device, kind or ATTENTION)
     path, class_name = split_target(text)

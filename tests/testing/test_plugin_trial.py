@@ -10,10 +10,10 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.registry.isolation import Verdict
-from headway.registry.plugin_sources import PluginFile, PluginSource
+from headway.registry.plugin_sources import PluginFile, PluginSource, find_source
 from headway.testing.diagnosis.scorecard import scorecard
 from headway.testing.kit.checking import Wanted, check
-from headway.testing.kit.checks.claims import CELL, source_of, try_plugin
+from headway.testing.kit.checks.claims import CELL, try_plugin
 from headway.testing.kit.kit import CHECKS, Kit
 from headway.testing.kit.runner import CellProcess, CellRun, Sanitizer, cell_timeout, find_sanitizer, first_error
 from headway.testing.kit.subject import load_subject
@@ -46,7 +46,7 @@ class Mine(PlainBackend):
 def plugin(target: str) -> PluginSource:
     found = load_subject(target, torch.device("cpu")).plugin
     assert found is not None
-    return source_of(found)
+    return find_source(*found)
 
 
 @pytest.mark.slow

@@ -50,9 +50,8 @@ from headway.core.system.child import die_with_parent, how_it_ended, message_of,
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.runtime.compile_process import compile_process
 from headway.registry import Registry, create_registry
-from headway.registry.hookspecs import PROJECT
 from headway.registry.isolation import Verdict
-from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins, with_hooks
+from headway.registry.plugin_sources import PluginSource, find_source, with_hooks
 from headway.registry.records import Brought
 from headway.tuning.isolated.weight_tests import weight_tests
 from headway.tuning.measure.run import run_kernel_level
@@ -447,11 +446,7 @@ def _outlives(pid: int) -> bool:
 
 
 def _try_one(request: Mapping[str, Any], replies: TextIO) -> None:
-    if request["file"]:
-        plugin: PluginSource = replace(PluginFile.of(request["file"], request["name"]), owner=request["owner"])
-    else:
-        named = (request["name"], request["owner"])
-        plugin = next(each for each in installed_plugins(PROJECT) if (each.name, each.owner) == named)
+    plugin = find_source(request["name"], request["owner"], request["file"])
     reply(replies, asdict(judge(plugin, request["device"], request["seconds"], replies.fileno())))
 
 

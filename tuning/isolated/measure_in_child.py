@@ -69,8 +69,8 @@ def measure_in_child(
     kind = kind_of(options.spec)
     output = options.output
     assert output is not None
-    targets = [record.target for record in registry.plugins if record.target]
     loaded = {record.name for record in registry.plugins if record.state == "loaded"}
+    targets = {record.name: record.target for record in registry.plugins if record.target and record.name in loaded}
     block = [record.name for record in registry.plugins if record.name not in loaded]
     began, budget, files = time.monotonic(), options.budget, third_party_files(registry, options.backends, kind)
     before = _written(output)

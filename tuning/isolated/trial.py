@@ -19,6 +19,7 @@ from headway.registry.isolation import TIMEOUT, Verdict, verdicts
 from headway.registry.plugin_sources import InstalledPlugin, PluginSource, installed_plugins
 from headway.registry.records import PluginPolicy
 from headway.registry.registry import Registry
+from headway.tuning.isolated.passport import PassportPolicy
 
 CHILD = "headway.tuning.isolated.child"
 """Name of the module that the child process runs."""
@@ -38,23 +39,32 @@ def create_registry(
     block: Iterable[str] = (),
     policy: str | None = None,
     retry: bool = False,
+    require_passport: bool = False,
+    device: str | None = None,
 ) -> Registry:
     """Create a registry: the built-ins first, then the given plugins, then entry points of the group "headway".
 
-    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or a mapping of
-    names to plugins. A given plugin that fails raises an error. block: names of entry points to ignore. policy: installed plugins
-    to load (all, none, allow=A,B or block=A,B). None means $HEADWAY_PLUGINS. retry: True to repeat trials whose verdict is
-    stored.
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), kernels of the hub
+    (hub:FOLDER or hub:OWNER/NAME), or a mapping of names to plugins. A given plugin that fails raises an error. block: names of
+    entry points to ignore. policy: installed plugins to load (all, none, allow=A,B or block=A,B). None means $HEADWAY_PLUGINS.
+    retry: True to repeat trials whose verdict is stored. require_passport: True to refuse every plugin without a passport for its
+    code and for `device`, on which the kernels will run; None means the current GPU, or the CPU without a GPU.
 
     Each version of an installed plugin is first tried in a child process. A plugin that fails in the child or in this process is
     recorded in `failures`, and the start continues. A plugin file is tried once per content; because the user named the file, its
-    failure raises an error.
+    failure raises an error. A kernel of the hub that fails in the child is recorded in `failures`.
 
     :raises ConfigError: if the policy is not valid, or if a file does not exist.
     :raises HeadwayError: if a given plugin cannot be registered.
     """
     return registry.create_registry(
-        plugins, trial=try_plugins, load_entry_points=load_entry_points, block=block, policy=policy, retry=retry
+        plugins,
+        trial=try_plugins,
+        load_entry_points=load_entry_points,
+        block=block,
+        policy=policy,
+        retry=retry,
+        passports=PassportPolicy(require_passport, device),
     )
 
 

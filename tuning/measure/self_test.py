@@ -27,6 +27,7 @@ from headway.core.oracle.inputs import Numbers
 from headway.core.select.kernels import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry
+from headway.registry.plugin_sources import HUB
 from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.measure.workloads import Pair
 from headway.tuning.table.schema import FAILED, KernelRecord
@@ -100,7 +101,7 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
                 continue  # the selector rejects it with all reasons
             if wrong := self_test(registry, name, spec, pairs):
                 file = entry.owner.partition("@")[0] if "@" in entry.owner else "FILE.py"
-                target = name if " " in entry.owner else f"{file}:{registry.backend(name).__name__}"
+                target = name if " " in entry.owner or name.startswith(HUB) else f"{file}:{registry.backend(name).__name__}"
                 hint = f"headway check {target} says more; {SKIP}=1 runs it all the same"
                 raise ConfigError(f"attention backend {name} of {entry.owner}", "right answers in its self-test", wrong, hint)
 

@@ -34,16 +34,7 @@ def differences(
     owners: (distribution, version) of each kernel registered here, from `self_test.owners`. An optional third item is the digest
     of the plugin's files; if it is given, a change of these files is a difference.
     """
-    was = table.device
-    rows: list[tuple[str, object, object]] = [
-        ("device", was.name, device.name),
-        ("compute capability", was.compute_capability, device.compute_capability),
-        ("driver", was.driver, device.driver),
-        ("torch", was.torch, device.torch),
-    ]
-    libraries = [name for name in {**was.libraries, **device.libraries} if name not in _UNUSED]
-    rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
-    rows += was.compiler_pairs(device)
+    rows = identity_rows(table.device, device)
     for record in table.kernels:
         owner, version, *digest = (owners or {}).get(record.name, (record.owner, record.version))
         if record.available and owner != record.owner:  # a kernel that crashed or was wrong may have been fixed
@@ -54,6 +45,19 @@ def differences(
     if spec is not None and (table.kind, table.spec.key) != (spec.kind, spec.key):
         rows.append((spec.named, table.spec, spec))
     return [Reason(what, str(need or "none"), str(got or "none"), _AGAIN) for what, need, got in rows if need != got]
+
+
+def identity_rows(was: DeviceIdentity, device: DeviceIdentity) -> list[tuple[str, object, object]]:
+    """Return (what, then, now) for each difference between two devices, or between their drivers, libraries and compilers."""
+    rows: list[tuple[str, object, object]] = [
+        ("device", was.name, device.name),
+        ("compute capability", was.compute_capability, device.compute_capability),
+        ("driver", was.driver, device.driver),
+        ("torch", was.torch, device.torch),
+    ]
+    libraries = [name for name in {**was.libraries, **device.libraries} if name not in _UNUSED]
+    rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
+    return [row for row in [*rows, *was.compiler_pairs(device)] if row[1] != row[2]]
 
 
 def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection[str]) -> list[str]:

@@ -39,7 +39,8 @@ class EngineConfig:
 
     attn_backend: Annotated[
         str | Mapping[str, str] | BackendRequest,
-        'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME"; for a kind of layers: "window:decode=NAME,full=NAME".',
+        'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME"; for a kind of layers: "window:decode=NAME,full=NAME". '
+        "hub:FOLDER or hub:OWNER/NAME[@VERSION] is a hub kernel.",
     ] = "auto"
     attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of attention backends: NAME -> key -> value."] = field(
         default_factory=dict

@@ -7,7 +7,6 @@ the registry, the function that tries plugins is passed as an argument.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 from headway.core.contract.backend import AttentionBackend
@@ -18,21 +17,12 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.registry.isolation import TIMEOUT, Trial
-from headway.registry.plugin_sources import PluginFile, PluginSource
+from headway.registry.plugin_sources import PluginSource
 from headway.testing.kit.attention import AttentionStage
 from headway.testing.kit.cover import layer_support
 from headway.testing.kit.report import CellResult, new_result
 
 CELL = CheckCell("process")
-
-
-def source_of(plugin: Sequence[str]) -> PluginSource:
-    """Return the source of the plugin described by `Subject.plugin`.
-
-    :raises ConfigError: if the plugin's file no longer exists.
-    """
-    name, owner, file = plugin
-    return PluginFile.of(file, name) if file else PluginSource(name, owner)
 
 
 def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
