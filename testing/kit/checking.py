@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layer import Invariance
 from headway.core.system.provenance import Origin
 from headway.registry.isolation import Trial
 from headway.registry.plugin_sources import find_source
+from headway.testing.kit.checks.answers import level_text
 from headway.testing.kit.checks.claims import CELL, try_plugin
 from headway.testing.kit.kit import list_cells, make_kit, run_cell
 from headway.testing.kit.report import CellResult, CheckReport, machine_of, now
@@ -179,6 +181,9 @@ def passport_of(reports: Sequence[CheckReport]) -> tuple[Passport, Path]:
             got = report.unavailable or f"{report.not_run} cells that were not run"
             raise ConfigError("--passport", "a kernel whose cells have all been run", got)
         invariant = {cell.status for cell in report.cells if cell.check == "invariant"} - {"skipped"}
+        reasons = {cell.reason for cell in report.cells if cell.check == "invariant"}
+        most = next((level for level in reversed(Invariance) if level_text(level) in reasons), Invariance.BATCH)
+        levels = [level.name.lower() for level in Invariance if Invariance.NONE < level <= most]
         record = {
             "name": kernel_name(report.subject),
             "kind": report.kind,
@@ -187,7 +192,7 @@ def passport_of(reports: Sequence[CheckReport]) -> tuple[Passport, Path]:
                 {"name": cell.cell, "verdict": cell.status, "error": cell.relative_error, "tolerance": cell.tolerance}
                 for cell in report.cells
             ],
-            "determinism": {"batch": invariant == {"passed"}} if invariant else {},
+            "determinism": dict.fromkeys(levels if invariant else [], invariant == {"passed"}),
             "times": known_times(report.subject, report.kind, source.digest(), device),
         }
         kernels.append(KernelRecords.model_validate(record))

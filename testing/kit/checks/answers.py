@@ -337,7 +337,12 @@ def invariant(stage: AttentionStage, cell: CheckCell) -> str:
                 f"are not: {wanted[row, head][:3].tolist()} as a prompt, {got[row, head][:3].tolist()} {name}",
                 guess=f"not {needed.name.lower()} invariant",
             )
-    return ""
+    return level_text(level)
+
+
+def level_text(level: Invariance) -> str:
+    """Return the remark of a passed check of a level."""
+    return f"level {level.name.lower()}"
 
 
 PARTS: Sequence[tuple[Invariance, str, tuple[Sequence[int], bool]]] = (
