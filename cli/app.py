@@ -77,6 +77,7 @@ _COMMANDS: Final = {
     "warm": ("run.warm", CHOOSE),
     "build": ("run.warm", CHOOSE),
     "diff": ("measure.diff", MEASURE),
+    "replay": ("measure.replay", MEASURE),
     "new-backend": ("look.plugins", WRITE),
     "new-kernel": ("look.plugins", WRITE),
     "check": ("measure.check", WRITE),

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from headway.compat.vllm_words import check_keywords, missing_attribute
@@ -255,6 +256,11 @@ class AsyncLLM:
         """Forget all cached prompts. Return True, as vLLM does."""
         await self.query(partial(EngineLoop.forget_prefixes, everywhere=True))
         return True
+
+    async def record(self) -> Path:
+        """Write the last steps to a file for `headway replay`, between two steps, and return its path. Raises the same errors as
+        `LLM.record` and `query`."""
+        return await self.query(EngineLoop.record)
 
     async def stats(self) -> EngineSnapshot:
         """Return the engine's current statistics and its totals since the start, read between two steps. Raises the same errors

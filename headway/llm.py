@@ -19,7 +19,7 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.engine_args import EngineArgs, find_pooling_model, takes_arguments_of
 from headway.hosting.assembly import Assembly, assemble, checked_registry
-from headway.hosting.driver import EngineDriver
+from headway.hosting.driver import EngineDriver, record_on_signal
 from headway.llm_engine import EngineAccess, LLMEngine
 from headway.outputs import (
     ClassificationRequestOutput,
@@ -56,6 +56,8 @@ class LLM(EngineAccess):
             self._driver = EngineDriver(assembly)
             self._processor = OutputProcessor(assembly.model.tokenizer)
             self._driver.add_listener(self._processor.process)
+            if args.record_steps:
+                record_on_signal(self._driver)
         self.registry = made.registry
         self.device = made.device
         self.num_threads = made.num_threads

@@ -69,6 +69,14 @@ class EngineAccess(ABC):
         """Return the statistics that vLLM names, each as an object with a name and a value."""
         return metrics_of(self.stats(), self.model.name)
 
+    def record(self) -> Path:
+        """Write the last steps to a file for `headway replay`, between two steps, and return its path; see docs/recorder.md.
+
+        :raises ConfigError: if record_steps is 0, or record_folder cannot be written to.
+        """
+        with self.driver.lock:
+            return self.engine.record()
+
     def tune(self, seconds: float) -> None:
         """Measure kernels for at most this many seconds, for the steps that have run, and take faster ones. Requires tune="idle".
 

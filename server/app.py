@@ -17,7 +17,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.requests.tool_use import ToolUse
 from headway.server.anthropic import MessagesRoutes
 from headway.server.errors import ApiError
-from headway.server.middleware import PROBES, guard, request_name
+from headway.server.middleware import PROBES, RecordMiddleware, guard, request_name
 from headway.server.openai.answers import CompletionAnswer
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.openai.batches.worker import LineAnswers
@@ -61,6 +61,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     for each in app.state.routes:
         each.add_to(app)
     app.add_middleware(DirectMiddleware, endpoints={**direct, **native.posts(direct=True)}, refuse=routes.refuse)
+    app.add_middleware(RecordMiddleware, record=llm.record)
     app.state.refused = routes.refused
     guard(app, service.options, OPEN_PATHS, app.state.refused)
     return app

@@ -12,12 +12,15 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Final
 
 import uvicorn
 
 from headway.async_llm import AsyncLLM
+from headway.core.engine.loop import EngineLoop
+from headway.hosting.host import EngineDeadError, query
 from headway.machine.process import SWITCH_INTERVAL
 from headway.pooling.assembly import AsyncPooling
 from headway.server.app import create_app
@@ -93,6 +96,9 @@ class Server(uvicorn.Server):
         sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
         self._batches.start()
+        if isinstance(self._llm, AsyncLLM):
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+                asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _record, self._llm)
         if self._started_at is not None:
             host = str(self.config.host)
             self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
@@ -133,6 +139,11 @@ class Server(uvicorn.Server):
     def port(self) -> int:
         """Port of the server. If port 0 was requested, the port that the system has chosen."""
         return int(self.servers[0].sockets[0].getsockname()[1])
+
+
+def _record(llm: AsyncLLM) -> None:
+    with suppress(EngineDeadError):
+        llm.host.run_between_steps(query(partial(EngineLoop.record_fault, reason="SIGUSR2", seconds=0.0)))
 
 
 def serve(

@@ -6,6 +6,7 @@ import hmac
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
@@ -14,7 +15,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from headway.core.contract.adapters import LoRARequest
-from headway.core.system.text import shown
+from headway.core.contract.errors import HeadwayError
+from headway.core.system.text import harmless, shown
+from headway.hosting.host import EngineDeadError
 from headway.server.errors import ApiError
 from headway.server.options import ServerOptions
 
@@ -64,6 +67,30 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_started)
 
 
+class RecordMiddleware:
+    """ASGI middleware that writes a record of the last steps before the answer of a request with the header X-Headway-Record, and
+    returns the file's name, or the reason why there is none, in the same header."""
+
+    def __init__(self, app: App, record: Callable[[], Awaitable[Path]]) -> None:
+        self._app = app
+        self._record = record
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_recorded(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                try:
+                    name = (await self._record()).name
+                except (HeadwayError, EngineDeadError) as error:
+                    name = f"none: {harmless(str(error))}"
+                header = _RECORD, name.encode("ascii", "backslashreplace")
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        asked = scope["type"] == "http" and _header(scope, _RECORD) not in ("", "0")
+        await self._app(scope, receive, send_recorded if asked else send)
+
+
+_RECORD: Final = b"x-headway-record"
 _LONGEST_RETRY: Final = 60
 _MOST_SHOWN: Final = 10  # Maximum number of models that an error lists
 _LONGEST_SHOWN: Final = 60  # Maximum characters of each name

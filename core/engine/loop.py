@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -39,6 +41,7 @@ from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.ranked_executor import RankedExecutor
+from headway.core.engine.recorder import Recorder
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.deterministic import IndependentScheduler, prepare_deterministic
 from headway.core.engine.scheduling.drafting import Drafting
@@ -126,6 +129,10 @@ class EngineLoop:
         """Parts of the executor that sleep (weights, cache). Requests are refused while any part sleeps."""
         self._arrivals = count()
         self._seeds = torch.Generator().manual_seed(config.seed)
+        self.recorder: Recorder | None = None
+        """Recorder of the last steps. None if config.record_steps is 0."""
+        self._fault = ""  # Reason for a record at the end of the step
+        self._recorded = -math.inf  # Time of the last record of a fault
 
     @property
     def selection(self) -> Selection[CacheLayout]:
@@ -255,6 +262,9 @@ class EngineLoop:
         if self._offloader is not None and not self.scheduler.has_unfinished:
             self.read_launched()  # the last step wrote the token that ended a sequence, and may still fail
             self._offloader.flush(idle=True)
+        if self._fault and self.recorder is not None:
+            self.record_fault(self._fault)
+            self._fault = ""
         self.clock.end_step()
         if self.config.check_books:
             self.check_books()
@@ -293,8 +303,12 @@ class EngineLoop:
         try:
             handle = self.executor.launch(step)
         except Exception as error:  # any error of a backend
+            if self.recorder is not None:
+                self.recorder.add(step, scheduled.seqs, None)
             self.executor.failed(error)
             return error
+        if self.recorder is not None:
+            self.recorder.add(step, scheduled.seqs, handle)
         self._in_flight.append(_LaunchedStep(handle, scheduled.seqs, scheduled.sampling))
         self.scheduler.launched(scheduled)
         self._admission.launched(scheduled)
@@ -336,6 +350,8 @@ class EngineLoop:
         self.clock.enter("read")
         deltas, ended = self._results.take(step.seqs, step.sampling, sampled, step.handle.first_nan)
         self._unreported += deltas
+        if ended:
+            self._fault = next((seq.error for seq in ended if seq.error is not None and "hold a NaN" in seq.error), self._fault)
         self._remove(ended)
         return None
 
@@ -354,6 +370,7 @@ class EngineLoop:
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
         log.error("engine: a step of %d sequences failed: %s", len(failed), error)
+        self._fault = f"a step failed: {type(error).__name__}"
         for seq in failed:
             seq.fail(str(error))
         self._remove(failed)
@@ -374,6 +391,27 @@ class EngineLoop:
             live.remove(seq)
             if not live:
                 del self._live[seq.request_id]
+
+    def record(self, reason: str = "requested") -> Path:
+        """Write the last steps to a file, between two steps, and return its path.
+
+        :raises ConfigError: if record_steps is 0, or the folder cannot be written to.
+        """
+        if self.recorder is None:
+            raise ConfigError("a record", "record_steps of at least 1", "0", "start with record_steps=16")
+        self.read_launched()
+        return self.recorder.write(reason)
+
+    def record_fault(self, reason: str, seconds: float = 60.0) -> None:
+        """Write a record, unless the recorder is off or has written one for a fault in the last `seconds`. Errors are logged."""
+        now = time.monotonic()
+        if self.recorder is None or now < self._recorded + seconds:
+            return
+        self._recorded = now
+        try:
+            self.recorder.write(reason)
+        except Exception as error:
+            log.error("recorder: %s, but no file was written: %s", reason, error)
 
     def cache_usage(self) -> CacheUsage:
         """Return each sequence's current use of the cache."""
@@ -493,6 +531,8 @@ class EngineParts:
     hosts: HostRows | None = None
     weights: str = ""
     """Digest that identifies the model's weights in the disk folder of cached pages."""
+    name: str = ""
+    """Name of the model, for records."""
     ranks: Ranks = ONE_RANK
     processes: RankProcesses | None = None
     """Processes of ranks 1 and above. None with one rank. This process is rank 0."""
@@ -535,4 +575,6 @@ def make_engine(parts: EngineParts) -> EngineLoop:
     scheduler = IndependentScheduler if config.invariance is Invariance.BATCH else Scheduler
     engine = EngineLoop(executor, config, limits, parts.eos_token_ids, scheduler, drafting)
     executor.capture()
+    if config.record_steps:
+        engine.recorder = Recorder(executor, config, model, parts.name)
     return engine

@@ -130,6 +130,8 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
         args,
         model=args.speculative_model,
         speculative_model=None,
+        record_steps=0,
+        record_tensors=False,
         tokenizer=None,
         skip_tokenizer_init=True,
         hf_overrides=None,
@@ -461,6 +463,7 @@ def _engine(
         compile_ahead=start.ahead,
         hosts=HostRows(grammars, start.registry.logits_processors, processors),
         weights="" if config.kv_offload_dir is None else _identity_of(model, start.args.load_format),
+        name=model.name,
         ranks=start.ranks,
         processes=start.processes,
     )

@@ -6,9 +6,11 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import Lock, current_thread, get_ident, main_thread
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import OutputDelta
@@ -186,6 +188,18 @@ class EngineDriver:
         if self.on_cpu and started >= self._next_trim:
             trim_memory()
             self._next_trim = started + TRIM_INTERVAL
+
+
+def record_on_signal(driver: EngineDriver) -> None:
+    """Write a record between two steps whenever this process gets SIGUSR2. Does nothing outside of the main thread."""
+    found = ref(driver)
+
+    def record(*_: object) -> None:
+        if (driver := found()) is not None:
+            driver.call_between_steps(partial(driver.engine.record_fault, "SIGUSR2", 0.0))
+
+    if current_thread() is main_thread():
+        signal.signal(signal.SIGUSR2, record)
 
 
 def driver_of(args: EngineArgs) -> EngineDriver:

@@ -260,6 +260,7 @@ class EngineThread(EngineHost):
                         driver.step()
                     busy = engine.has_unfinished
         except BaseException as fault:  # any fault, because clients wait for this thread
+            engine.record_fault(f"the engine ended: {type(fault).__name__}")
             self._end_by(fault)
 
     def _next_calls(self, wait: bool) -> tuple[list[Call], bool]:

@@ -120,6 +120,13 @@ class EngineConfig:
         int, "Maximum log-probabilities per token that a request may ask for. -1 means the whole vocabulary."
     ] = 20
     seed: Annotated[int, "Random seed for requests without a seed."] = 0
+    record_steps: Annotated[int, "Number of latest steps to keep for records, which headway replay checks. 0 keeps none."] = 0
+    record_tensors: Annotated[bool, "Keep the queries and outputs of recorded steps too. Slower: without CUDA graphs."] = False
+    record_text: Annotated[bool, "Write token ids to records."] = False
+    record_folder: Annotated[str | None, "Folder of records. Default: records in Headway's cache folder."] = None
+    record_bytes: Annotated[int | str, "Maximum size of the tensors in a record, in bytes or with a unit, such as 64MiB."] = (
+        "3MiB"
+    )
 
     def __post_init__(self) -> None:
         """Check every option, and replace texts with parsed values. :raises ConfigError: if a value or combination is invalid."""
@@ -168,6 +175,16 @@ class EngineConfig:
             raise ConfigError("seed", SEED_RANGE, repr(self.seed))
         if self.block_size is not None:
             check_block_size(self.block_size)
+        self._check_records()
+
+    def _check_records(self) -> None:
+        self._set("record_bytes", parse_bytes("record_bytes", self.record_bytes))
+        if self.record_steps < 0:
+            raise ConfigError("record_steps", "a whole number of at least 0", repr(self.record_steps))
+        if self.record_tensors and not self.record_steps:
+            raise ConfigError("record_tensors", "record_steps of at least 1", "0", "record_steps=16")
+        if self.record_steps and self.tensor_parallel_size > 1:
+            raise ConfigError("record_steps", "tensor_parallel_size=1", self.tensor_parallel_size, "leave one of them out")
 
     @property
     def invariance(self) -> Invariance:

@@ -22,7 +22,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.step import PageCopy, StepInput
 from headway.core.engine.execution import latent
-from headway.core.engine.execution.states import LayersWithState
+from headway.core.engine.execution.states import LayersWithState, Watch
 from headway.core.select.request import LayerSpecs
 from headway.core.system.logs import blame
 
@@ -175,7 +175,8 @@ class PagedAttention:
         """For each distinct spec, index of the first spec of its kind. Specs of one kind differ only in sinks and scales."""
         self._kind_of = [self._kinds.index(spec) for spec in specs]  # Index in `_kinds` per layer: hashing a spec takes longer
         self.caches = list(caches)
-        self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
+        self.writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
+        """Writer of each layer's cache."""
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
         """Cache group of each distinct spec. Layers of different groups have different specs."""
@@ -183,6 +184,8 @@ class PagedAttention:
         self._parts: list[_Part] = []
         self._decode_writes: list[bool] = []  # True, per kind, if the backend writes k and v itself in the current step
         self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
+        self.watch: Watch | None = None
+        """Function called after each layer has run, with its index, q and output. None calls nothing."""
         self.first_nan: str | None = None
         """Source of the last step's first NaN, if HEADWAY_DEBUG=1 and there was one."""
         self._handle = next(_HANDLES)
@@ -287,10 +290,19 @@ class PagedAttention:
         return tuple(dict.fromkeys(map(names_of, self._parts)))
 
     @property
+    def watched(self) -> bool:
+        """True if each layer's results are read on the host after it has run, so that steps run kernel by kernel."""
+        return self.debug or self.watch is not None
+
+    def slots(self, layer: int) -> Tensor:
+        """Return int64 [num_tokens]: slots of a layer's cache to which the current step writes."""
+        return self._slots[self._kind_of[layer]]
+
+    @property
     def step_kind(self) -> Hashable | None:
         """Key of the current step's backends if the step is a decode of one token per sequence and its backends write k and v,
         else None. Steps with equal keys differ only in their plans. See `core.contract.model.WatchedAttention`."""
-        if len(self._parts) != 1 or self._parts[0].phase is not Phase.DECODE or not all(self._decode_writes) or self.debug:
+        if len(self._parts) != 1 or self._parts[0].phase is not Phase.DECODE or not all(self._decode_writes) or self.watched:
             return None
         return self._handle, *map(id, self._parts[0].backends)
 
@@ -323,7 +335,7 @@ class PagedAttention:
             self._look_for_nan(layer, "the model's operations before", q, k, v)
         decode_writes = writes and self._decode_writes[kind]
         if writes and not decode_writes:
-            self._writers[layer](k, v, cache, self._slots[kind])
+            self.writers[layer](k, v, cache, self._slots[kind])
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
             backend, plan = backends[kind], plans[kind]
@@ -346,6 +358,8 @@ class PagedAttention:
                 raise blame(error, f"backend {backend.name}", phase, shapes) from error
         if self.debug:
             self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
+        if self.watch is not None:
+            self.watch("attention", layer, [q], out)
 
     def _look_for_nan(self, layer: int, where: str, *tensors: Tensor) -> None:
         """Record these tensors as the source of the step's first NaN if they contain one. The check waits for the device."""

@@ -184,7 +184,7 @@ class LocalExecutor:
         self.adapters = AdapterStore.of(model, config.num_cached_adapters, follows=parts.ranks.rank > 0)
         """Adapters in host memory. None if the model has no adapter slots."""
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, parts.max_decode_len)
-        self._runner = ModelRunner(
+        self.runner = ModelRunner(
             model=model,
             attention=self.attention,
             selector=self.selector,
@@ -194,7 +194,7 @@ class LocalExecutor:
             hosts=self._hosts,
             ranks=parts.ranks,
         )
-        self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, parts.ranks)
+        self.warmup = WarmUp(self.runner, model, self.attention, self.selector, limits, size, parts.ranks)
         self.plan = [*(self.selector.plan() if layers.cached else ()), *(states.selector.plan("state") if states else ())]
         """Choice for each kind of layer and phase."""
         _log_setup(self, layers, layouts)
@@ -210,8 +210,8 @@ class LocalExecutor:
             with self._parts.compile_ahead():
                 self.warmup.run()
             log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
-        if self.attention.debug:
-            log.warning("HEADWAY_DEBUG=1: every layer is checked for NaN, so CUDA graphs are off")
+        if self.attention.debug or config.record_tensors:
+            log.warning("HEADWAY_DEBUG=1 or record_tensors: every layer is read on the host, so CUDA graphs are off")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
             self._recorder = recorder or CudaGraphRecorder()
             self._capture_graphs(self._recorder)
@@ -219,7 +219,7 @@ class LocalExecutor:
                 log.info("CUDA graphs: kernels compiled during capture: %s", ", ".join(compiled))
         if self._parts.compile_ahead is not None:
             self._settle(watch)
-        self._runner.compilations = watch
+        self.runner.compilations = watch
 
     def retune(self, costs: Mapping[AttentionSpec, CostTable] | None) -> None:
         """Choose the attention backends anew by these times, with the same layouts and block size, and capture graphs again. No
@@ -227,12 +227,12 @@ class LocalExecutor:
         self.selector.renew(costs)
         self.selection = self.selector.selection
         _check_caches(self.selector, self._parts.layers.cached, self.caches)
-        self._runner.release_graphs()
+        self.runner.release_graphs()
         self.capture(self._recorder)
 
     def _capture_graphs(self, recorder: GraphRecorder) -> None:
         sizes = self._parts.config.cudagraph_capture_sizes or capture_sizes(self._parts.config.max_num_seqs)
-        self._runner.capture(sizes, piecewise_sizes(self._parts.config.step_tokens), recorder, self._parts.max_decode_len)
+        self.runner.capture(sizes, piecewise_sizes(self._parts.config.step_tokens), recorder, self._parts.max_decode_len)
 
     def sleep(self, lost: Sequence[Tensor]) -> None:
         """Free the memory of weights and cache between two steps. No step may be launched until both are awake.
@@ -244,7 +244,7 @@ class LocalExecutor:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._runner.release_graphs()
+        self.runner.release_graphs()
         states = self.attention.states
         caches = held_tensors(self.caches, None if states is None else states.memory).values()
         self._released = {
@@ -278,7 +278,7 @@ class LocalExecutor:
 
         The next step overwrites the logits. `look` = None stops the calls.
         """
-        self._runner.observe = look
+        self.runner.observe = look
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
         """Start any work that a request needs before its first step; see `HostRows.prepare`."""
@@ -293,7 +293,7 @@ class LocalExecutor:
             self.mover.before(step)
         if step.adapter_loads and self.adapters is not None:
             self.adapters.put(step.adapter_loads)
-        return self._runner.launch(step)
+        return self.runner.launch(step)
 
     def failed(self, error: Exception) -> None:
         """Handle the error of a step, which was raised at the step's launch or while waiting for it. If this method returns,

@@ -131,7 +131,8 @@ class ModelRunner:
         self._device = attention.layers.device
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last row is for padding
         self._max_model_len = max_model_len
-        self._tables = HostBlockTables(max_num_seqs, -(-max_model_len // block_size), groups)
+        self.tables = HostBlockTables(max_num_seqs, -(-max_model_len // block_size), groups)
+        """Block tables of all rows, as the steps read them."""
         self._hosts = hosts
         self._ranks = ranks
         self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts, ranks)
@@ -189,7 +190,7 @@ class ModelRunner:
         """Start a step. On a CPU, the step has run when this method returns."""
         if self.compilations is not None:
             self.compilations.take()  # of others in this process
-        self._tables.update(step)
+        self.tables.update(step)
         self._sampler.update(step.started)
         self._prompt_scorer.update(step.started)
         if step.copies:
@@ -230,7 +231,7 @@ class ModelRunner:
         if isinstance(graph, PrefillGraph):
             rows, positions = step.rows, step.query_lens
             draws = self._draws(graph, rows, positions)
-            logits, best = graph.replay(step, self._tables, draws)
+            logits, best = graph.replay(step, self.tables, draws)
         else:
             assert isinstance(graph, DecodeGraph)
             # Kernels take rows in order: longest first, or the longest starts last and the rest of the GPU waits for it.
@@ -239,7 +240,7 @@ class ModelRunner:
             draws = self._draws(graph, rows, positions)
             states = self._state_slots(step, order)
             adapters = None if step.adapters is None else step.adapters[order]
-            logits, best = graph.replay(rows, context_lens, self._tables, draws, states, adapters)
+            logits, best = graph.replay(rows, context_lens, self.tables, draws, states, adapters)
         self._show(step, rows, logits)
         chosen = self._sampler.sample(logits, rows, positions, best, drawn=draws is not None)
         if chosen.tokens is not best:  # those of the graph are in their rows already
@@ -254,7 +255,8 @@ class ModelRunner:
 
     def _launch(self, step: StepInput, sampling: NDArray[numpy.int32]) -> _DeviceResults:
         """Run a step piecewise or kernel by kernel. sampling: rows of the sequences that sample."""
-        hidden, piecewise = self._run(step)
+        self.begin(step)
+        hidden, piecewise = self.forward(step)
         prompts = self._prompt_scorer.score(step, hidden)
         wanted = logit_indices(step)
         if len(wanted) < len(hidden):  # none in the middle of a prompt
@@ -266,7 +268,7 @@ class ModelRunner:
         """Run a step as a verification graph. Tokens that the graph cannot choose are chosen and verified after it."""
         rows, positions = numpy.repeat(step.rows, step.query_lens), positions_of(step).astype(numpy.int32)
         draws = self._draws(graph, rows, positions + 1)
-        tokens = graph.replay(step, rows, positions, self._tables, draws)
+        tokens = graph.replay(step, rows, positions, self.tables, draws)
         if self.observe is not None or step.shows_logits or draws is None or not self._sampler.plain(step.rows):
             return self._choose(step, graph.logits_of(step), step.rows)
         return _DeviceResults(Chosen(tokens), tokens, numpy.arange(step.num_seqs))
@@ -321,24 +323,32 @@ class ModelRunner:
             return None, "prompt_embeds"
         return graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
 
-    def _run(self, step: StepInput) -> tuple[Tensor, bool]:
-        """Run the model over a step, piecewise or kernel by kernel. Return the hidden states of all tokens, and True if the step
-        ran piecewise."""
+    def begin(self, step: StepInput, backends: Sequence[str] = ()) -> None:
+        """Set up a step for `forward`. backends: names of the backends of an earlier run of the step; () chooses them."""
         metadata = AttentionMetadata.build_groups(
             step.query_lens,
             step.context_lens,
-            self._tables.of_step(step.rows, step.context_lens + step.query_lens, self._block_size),
+            self.tables.of_step(step.rows, step.context_lens + step.query_lens, self._block_size),
             self._block_size,
             self._device,
             step.num_draft_tokens + 1 if step.num_draft_tokens.any() else 1,
             self._num_blocks,
         )
-        input_ids, positions = self._inputs(step)
         first = metadata[0]
-        prefill, decode = self._backends(first.prefill, Phase.PREFILL), self._backends(first.decode, Phase.DECODE)
+        if backends:
+            prefill = self.backends_of(first.prefill.phase if first.prefill else Phase.PREFILL, backends)
+            decode = self.backends_of(Phase.DECODE, backends)
+        else:
+            prefill, decode = self._backends(first.prefill, Phase.PREFILL), self._backends(first.decode, Phase.DECODE)
         self._attention.begin(metadata, prefill, decode)
         if self._attention.states is not None:
             self._attention.states.begin(self._attention.states.metadata(step, first))
+
+    def forward(self, step: StepInput, eager: bool = False) -> tuple[Tensor, bool]:
+        """Run the model over a step, piecewise or kernel by kernel (always if `eager`).
+
+        Return the hidden states of all tokens, and True if the step ran piecewise."""
+        input_ids, positions = self._inputs(step)
         slots = None
         if step.adapters is not None and self._adapters is not None:
             slots = upload(torch.from_numpy(numpy.repeat(step.adapters, step.query_lens)), self._device)
@@ -347,10 +357,15 @@ class ModelRunner:
             with rows_with(self._adapters, slots):
                 return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
         segments = self._piecewise if slots is None else self._adapter_piecewise
-        if self._graphs is not None and (hidden := segments.run(input_ids, positions, slots)) is not None:
+        if not eager and self._graphs is not None and (hidden := segments.run(input_ids, positions, slots)) is not None:
             return hidden, True
         with rows_with(self._adapters, slots):
             return self._model(input_ids, positions, self._attention), False
+
+    def backends_of(self, phase: Phase, names: Sequence[str]) -> Backends:
+        """Return the instances of the backends with which a step ran a phase. names: `Launched.backends` of the step."""
+        name = names[-1 if phase is Phase.DECODE else 0] if names else ""
+        return self._selector.instances.get(name) or self._selector.backends_for(phase)
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
         """Return the backends for a part of the step. phase: phase to use if `part` is None."""

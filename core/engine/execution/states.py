@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -20,6 +20,9 @@ from headway.core.contract.state import StateBackend, StateBackends, StateMetada
 from headway.core.engine.data.state_slots import StateMemory
 from headway.core.engine.data.step import StepInput
 from headway.core.system.logs import blame
+
+Watch = Callable[[str, int, Sequence[Tensor], Tensor], None]
+"""Function (kind of layer, index among the layers of the kind, inputs, output) that reads the results of a layer."""
 
 
 class StateStepPart(NamedTuple):
@@ -46,6 +49,8 @@ class LayersWithState:
         """The distinct specs, in the order of the layers."""
         self._kind_of = [self.kinds.index(layer.spec) for layer in layers]
         self._parts: list[StateStepPart] = []
+        self.watch: Watch | None = None
+        """Function called after each layer has run, with its index, x and gates, and output. None calls nothing."""
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
@@ -106,6 +111,8 @@ class LayersWithState:
                 raise blame(
                     error, f"state backend {backend.name}", phase, f"layer {layer} with a state, x {list(rows.shape)}"
                 ) from error
+        if self.watch is not None:
+            self.watch("state", layer, [x, *gates], out)
 
     def first_of(self, kind: StateSpec) -> int:
         """Return the index of the first layer of a kind of state layer."""
