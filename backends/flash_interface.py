@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, signature
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -119,7 +120,8 @@ class FlashInterface(VarlenAttention):
     def _call(self, function: FlashFunction, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], out: Tensor) -> None:
         given = {name: value for name, value in given.items() if name in function.parameters}
         given |= {function.named(feature): value for feature, value in self._layer.items()}
-        found = function.call(q, k, v, softmax_scale=self.spec.scale, causal=self.spec.causal, **given)
+        call = partial(function.call, q, k, v, softmax_scale=self.spec.scale, causal=self.spec.causal)
+        found = call(**given)
         out.copy_((found[0] if isinstance(found, tuple) else found).view(out.shape))
 
 

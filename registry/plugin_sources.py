@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, distributions
 from inspect import isabstract
@@ -250,7 +251,8 @@ def _download(wanted: str) -> Path:
         raise ConfigError("hub kernel", "an existing folder, or OWNER/NAME[@VERSION]", repr(wanted))
     chosen = {"version": int(version)} if version.isdecimal() else {"revision": version or "main"}
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    return Path(_of_library("install_kernel", wanted, repository, local_files_only=offline, **chosen))
+    install = partial(_of_library, "install_kernel", wanted, repository, local_files_only=offline)
+    return Path(install(**chosen))
 
 
 def _of_library(function: str, wanted: str, *given: object, **options: object) -> Any:

@@ -86,7 +86,8 @@ def _print(checked: list[Checked], held: set[int]) -> None:
         wrong = each.error > each.allowed
         verdict = ("differs" if wrong else "ok") + ("" if each.place in held else ", when written")
         row = str(each.place), each.phase, each.backend, f"{each.error:.1e}", f"{each.allowed:.1e}", verdict
-        table.add_row(*row, style="bold red" if wrong else "")
+        table.add_row(*row)
+        table.rows[-1].style = "bold red" if wrong else ""
     Terminal().print(table)
 
 
