@@ -17,7 +17,6 @@ from headway.compat.vllm_words import FLAGS, VALUES
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.contract.layer import Invariance
 from headway.core.engine.data.config import EngineConfig
-from headway.core.select.request import AUTO
 from headway.core.system.text import shown
 from headway.models.checkpoints.locate import ALIASES, ModelOrigin, locate
 from headway.models.encoders.pooling.detect import RUNNERS, TASKS, PoolingTask, pooling_task
@@ -224,7 +223,7 @@ class EngineArgs(EngineConfig):
         made = create_registry(plugins, policy=self.plugin_policy, require_passport=self.require_passport, device=self.device)
         if left_out := [failure.name for failure in made.failures if failure.name in hub]:
             log.warning("attention backend %s is left out, and auto chooses instead", ", ".join(left_out))
-            self._set("attn_backend", request.pinned(AUTO, left_out))
+            self._set("attn_backend", request.pinned("auto", left_out))
         return made
 
     def engine_config(self) -> EngineConfig:

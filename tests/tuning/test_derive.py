@@ -114,7 +114,11 @@ def test_cells_without_a_time_give_none_and_older_files_are_read() -> None:
     assert Cell.model_validate(plain | {"prior": False}).source == "measured"
 
 
-SHIPPED = {(path.name.partition("-attention-")[0], path.name.split("-attention-")[1][:8]): path for path in shipped()}
+SHIPPED = {
+    (path.name.partition("-attention-")[0], path.name.split("-attention-")[1][:8]): path
+    for path in shipped()
+    if "-attention-" in path.name
+}
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 
 
