@@ -115,9 +115,7 @@ def test_cells_without_a_time_give_none_and_older_files_are_read() -> None:
 
 
 SHIPPED = {
-    (path.name.partition("-attention-")[0], path.name.split("-attention-")[1][:8]): path
-    for path in shipped()
-    if "-attention-" in path.name
+    (device, rest[:8]): path for path in shipped() for device, named, rest in [path.name.partition("-attention-")] if named
 }
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 
