@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, Param
 
 from headway.compat.vllm_words import FLAGS, VALUES
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
-from headway.core.contract.layer import Invariance
+from headway.core.contract.layer import INVARIANCES, Invariance
 from headway.core.engine.data.config import EngineConfig
 from headway.core.system.text import shown
 from headway.models.checkpoints.locate import ALIASES, ModelOrigin, locate
@@ -191,7 +191,11 @@ class EngineArgs(EngineConfig):
         """
         refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
         if isinstance(level := options.get("deterministic"), str):
-            options = {"deterministic_level": level, **options, "deterministic": True}
+            if level not in INVARIANCES:
+                raise ConfigError("deterministic", "True, False, 'batch' or 'full'", repr(level))
+            if options.get("deterministic_level", level) != level:
+                raise ConfigError("deterministic_level", f"the level of deterministic={level!r}", options["deterministic_level"])
+            options = {**options, "deterministic": True, "deterministic_level": level}
         check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
 

@@ -5,6 +5,7 @@ Each source is a `PluginSource` with a name and an owner. A plugin's code is not
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import os
@@ -17,11 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from importlib.metadata import EntryPoint, distributions
 from inspect import isabstract
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from headway.core.contract.backend import API_VERSION
@@ -88,7 +90,7 @@ class PluginSource:
         """
         hashed, root = hashlib.sha256(), self.file
         for path in (path for path in self._files() if path.is_file()):
-            place = path.relative_to(root or path).as_posix()
+            place = path.relative_to(root).as_posix() if root is not None and root.is_dir() else path.name
             hashed.update(f"{place}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
             with path.open("rb") as file:
                 while chunk := file.read(1 << 20):
@@ -104,8 +106,27 @@ class PluginSource:
     def _files(self) -> Iterator[Path]:
         """Yield the plugin's files and folders, without its passport and compiled Python files."""
         file, passport = self.file, self.passport
-        listed = [] if file is None else [file] if file.is_file() else sorted(file.rglob("*"))
+        listed = [] if file is None else _with_neighbours(file) if file.is_file() else sorted(file.rglob("*"))
         return (path for path in listed if "__pycache__" not in path.parts and path != passport)
+
+
+def _with_neighbours(file: Path) -> list[Path]:
+    """Return a file, and the files and folders next to it that it imports, directly or through each other."""
+    found, left = [file], [file]
+    while left:
+        try:
+            nodes = list(ast.walk(ast.parse(left.pop().read_bytes())))
+        except (SyntaxError, ValueError):  # loading the file will raise the same error
+            continue
+        names = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        for name in dict.fromkeys(name.partition(".")[0] for name in names):
+            folder, module = file.parent / name, file.parent / f"{name}.py"
+            new = sorted(folder.rglob("*")) if (folder / "__init__.py").is_file() else [module] if module.is_file() else []
+            new = [path for path in new if path not in found]
+            found += new
+            left += [path for path in new if path.suffix == ".py"]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +252,7 @@ class HubKernel(PluginSource):
         if package.is_file() and not (self.folder / "metadata.json").is_file():
             module = load_file(package)
         else:
+            _read_sources({path for path in (self.folder, *self.folder.rglob("*")) if path.is_dir()})
             module = _of_library("get_local_kernel", str(self.folder), self.folder)
         home = Path(str(module.__file__)).parent
         devices = ("cuda",) if any(home.rglob("*.so")) else ("cpu", "cuda")
@@ -381,6 +403,26 @@ def split_target(text: str) -> tuple[Path, str]:
     return Path(path), name
 
 
+class _SourceLoader(SourceFileLoader):
+    """Loader that compiles each source file, because a passport does not cover compiled files in __pycache__."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _read_sources(folders: Iterable[Path]) -> None:
+    """Make imports of modules in these folders use `_SourceLoader`."""
+    for folder in map(str, folders):
+        loaders = (ExtensionFileLoader, EXTENSION_SUFFIXES), (_SourceLoader, SOURCE_SUFFIXES)
+        sys.path_importer_cache[folder] = FileFinder(folder, *loaders)
+
+
+def _folders(path: Path) -> set[Path]:
+    """Return the folders of a package, given its __init__.py; none for another file."""
+    folder = path.resolve().parent
+    return {each for each in folder.rglob("*") if each.is_dir()} if path.name == "__init__.py" else set()
+
+
 def load_file(path: Path) -> ModuleType:
     """Import a file as a module named after the file, even if it was imported before. The file may import other files in its
     folder.
@@ -393,7 +435,8 @@ def load_file(path: Path) -> ModuleType:
     known = sys.modules.get(stem)
     mine = known is None or getattr(known, "__file__", None) == str(path.resolve())
     name = stem if mine else f"headway_plugin_{stem}"  # other modules of that name are not replaced
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    _read_sources({each.resolve().parent for each in _with_neighbours(path)} | _folders(path))
+    spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=_SourceLoader(name, str(path.resolve())))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

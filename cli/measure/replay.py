@@ -61,6 +61,8 @@ def replay(
     for name, (found, other) in zip(names, others, strict=True):
         _print(found, held)
         lines += [f"{name}: {_sentence(record, other)}"] if other is not None else []
+    if not checked and not lost:
+        raise ConfigError(str(file), "recorded steps whose sequences were still in the cache", "none", "record after a request")
     print("\n".join(lines or ["within tolerance: every recorded output, cached row and state"]))
     raise typer.Exit(1 if lines else 0)
 

@@ -256,6 +256,8 @@ class Recorder:
         freed = any(self._first_held(taken, group) for group in range(len(self._groups)))
         if begun or freed or seq.embedded is not None or seq.adapter is not None or count > self._config.step_tokens:
             return None
+        if seq.num_cached_tokens:  # in one step, the prompt has other rounding errors than the cached rows of other steps
+            return None
         step = StepInput(
             rows=numpy.array([row], dtype=numpy.int32),
             query_lens=numpy.array([count], dtype=numpy.int32),

@@ -139,7 +139,8 @@ def usage(outputs: Sequence[tuple[RequestOutput, int]], body: SamplingRequest) -
         parts = Counter[str]()
         for output, _ in outputs:
             parts.update(output.cache_report)
-        missed = {reason: count for reason, count in parts.items() if reason not in FOUND}
+        parts["unseen"] += parts.pop("salt", 0)  # a client must not find out what was sent with another salt
+        missed = {reason: count for reason, count in parts.items() if reason not in FOUND and count}
         report = {"restored_tokens": parts["offload"], "missed": missed}
         cached = PromptTokensDetails.model_validate({"cached_tokens": cached.cached_tokens, **report})
     return CompletionUsage(

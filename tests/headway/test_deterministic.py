@@ -213,8 +213,12 @@ def test_the_logprobs_of_a_text_are_those_of_the_text_as_a_prompt(tmp_path: Path
 
 
 def test_levels_are_checked(tiny_model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="^deterministic_level: needs batch or full, got 'phase'$"):
+    with pytest.raises(ConfigError, match="^deterministic: needs True, False, 'batch' or 'full', got 'phase'$"):
         llm(tiny_model_folder, deterministic="phase")
+    with pytest.raises(ConfigError, match="^deterministic_level: needs the level of deterministic='full', got batch$"):
+        llm(tiny_model_folder, deterministic="full", deterministic_level="batch")
+    with pytest.raises(ConfigError, match="^deterministic_level: needs batch or full, got 'phase'$"):
+        llm(tiny_model_folder, deterministic_level="phase")
     with pytest.raises(ConfigError, match="^deterministic_level=full: needs deterministic, got it off"):
         llm(tiny_model_folder, deterministic=False, deterministic_level="full")
     with pytest.raises(ConfigError, match="^speculate: needs steps whose shape changes no bit"):

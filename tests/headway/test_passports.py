@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
+import py_compile
 import re
+import struct
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -337,7 +340,14 @@ IMPOSSIBLE: dict[str, tuple[dict[str, object], str]] = {
         "is for NVIDIA H200 (cuda), and this is",
     ),
     "failed cells": ({"kernels__0__cells__0__verdict": "failed"}, "reports 1 failed cells, first answer:decode"),
+    "no passed cell": ({"kernels__0__cells__0__verdict": "skipped"}, "has no passed cell for hub:"),
+    "a cell twice": (
+        {"kernels__0__cells": [{"name": "answer:decode", "verdict": "passed", "error": 0.0, "tolerance": 1e-6}] * 2},
+        "has the same cell twice for hub:",
+    ),
 }
+BY_ALL = [name for name in IMPOSSIBLE if name not in ("failed cells", "no passed cell", "a cell twice")]
+"""Reported without require_passport too."""
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
@@ -351,7 +361,38 @@ def test_a_passport_that_does_not_apply_is_one_line(kernel: Path, what: str, cap
     with caplog.at_level(logging.WARNING, logger="headway"):
         registry = create_registry([f"hub:{kernel}"])
     assert f"hub:{kernel}" in registry.backends
-    assert any(words in each for each in caplog.messages) is (what != "failed cells")
+    assert any(words in each for each in caplog.messages) is (what in BY_ALL)
+
+
+def test_a_passport_of_a_file_covers_what_it_imports_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import json\nfrom factor import FACTOR\n")
+    (tmp_path / "factor.py").write_text("import more.parts\nFACTOR = 1.0\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "__init__.py").write_text("")
+    (tmp_path / "other.py").write_text("")
+    plugin = PluginFile.of(str(tmp_path / "mine.py"))
+    before = plugin.content_digest()
+    (tmp_path / "other.py").write_text("changed = True")
+    assert plugin.content_digest() == before
+    for name, text in (("factor.py", "import more.parts\nFACTOR = 0.0\n"), ("more/parts.py", "")):
+        (tmp_path / name).write_text(text)
+        assert plugin.content_digest() != before
+        before = plugin.content_digest()
+
+
+def test_compiled_files_are_not_loaded(kernel: Path, tmp_path: Path) -> None:
+    """A passport does not cover them."""
+    source, ran = kernel / "attend.py", tmp_path / "ran"
+    forged = tmp_path / "forged.py"
+    forged.write_text(f"open({str(ran)!r}, 'w').close()\n" + ATTEND)
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    compiled.parent.mkdir()
+    py_compile.compile(str(forged), str(compiled))
+    facts = source.stat()
+    head = importlib.util.MAGIC_NUMBER + struct.pack("<III", 0, int(facts.st_mtime), facts.st_size)
+    compiled.write_bytes(head + compiled.read_bytes()[16:])
+    HubKernel.of(f"hub:{kernel}").load()
+    assert not ran.exists()
 
 
 def test_a_file_that_is_not_json_is_one_line(kernel: Path) -> None:

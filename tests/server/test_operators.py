@@ -146,6 +146,8 @@ def test_the_prefix_cache_is_emptied(own: Running) -> None:
     assert httpx.post(f"{own.url}/reset_prefix_cache").status_code == 200
     assert cached(return_cache_report=True) == 0
     assert (missed[0], "forgotten" in missed[1]) == ({"last_token": 1}, True)
+    assert cached(return_cache_report=True, cache_salt="another") == 0
+    assert missed[2].keys() == {"unseen", "last_token"}, "it does not show what was sent without the salt"
     stream = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_cache_report": True}
     assert '"missed":{"last_token":1}' in httpx.post(own.url + PATH, json=stream).text
     page = httpx.get(f"{own.url}/metrics").text

@@ -150,6 +150,11 @@ class PassportPolicy:
             return f"its passport {path} is for {made.name} ({made.type}), and this is {here.name} ({here.type})"
         if self._required and passport.failed:
             return f"its passport {path} reports {len(passport.failed)} failed cells, first {passport.failed[0]}"
+        for kernel in passport.kernels if self._required else ():
+            names, passed = [cell.name for cell in kernel.cells], {cell.verdict for cell in kernel.cells} >= {"passed"}
+            if not passed or len(set(names)) < len(names):
+                what = "has the same cell twice" if passed else "has no passed cell"
+                return f"its passport {path} {what} for {kernel.name}"
         self._found[plugin.name] = passport
         rows = [f"{what} {was or 'none'} (here {now or 'none'})" for what, was, now in identity_rows(made, here)]
         if rows:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from os import PathLike
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
 
@@ -179,6 +180,8 @@ class EngineConfig:
 
     def _check_records(self) -> None:
         self._set("record_bytes", parse_bytes("record_bytes", self.record_bytes))
+        if self.record_folder is not None and Path(self.record_folder).exists() and not Path(self.record_folder).is_dir():
+            raise ConfigError("record_folder", "a folder", f"the file {self.record_folder}")
         if self.record_steps < 0:
             raise ConfigError("record_steps", "a whole number of at least 0", repr(self.record_steps))
         if self.record_tensors and not self.record_steps:

@@ -234,6 +234,20 @@ def test_a_prompt_that_is_older_than_the_ring(dtype: torch.dtype, tmp_path: Path
     assert (first.place, first.head, first.what) == (layer, head, "output")
 
 
+def test_an_old_prompt_after_a_prefix_hit_does_not_run_again_as_one_step(tmp_path: Path) -> None:
+    """Its cached rows have the rounding errors of other steps."""
+    random = Random(13)
+    engine = run(Layers(random), tmp_path, {}, random, max_num_batched_tokens=256, record_steps=2)
+    prompt = [random.randrange(50) for _ in range(30)]
+    for expected in (True, False):
+        generate(engine, [prompt], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        record, first = found(engine, tmp_path)
+        assert first is None
+        assert any(step.context_lens == [0] and step.query_lens == [30] for step in record.meta.steps) is expected
+        for path in tmp_path.glob("*.headway"):
+            path.unlink()
+
+
 def test_a_wrong_block_in_the_executors_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a step on, the table of one sequence names another block."""
     random = Random(5)
