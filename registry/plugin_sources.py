@@ -413,8 +413,8 @@ class _SourceLoader(SourceFileLoader):
 def _read_sources(folders: Iterable[Path]) -> None:
     """Make imports of modules in these folders use `_SourceLoader`."""
     for folder in map(str, folders):
-        loaders = (ExtensionFileLoader, EXTENSION_SUFFIXES), (_SourceLoader, SOURCE_SUFFIXES)
-        sys.path_importer_cache[folder] = FileFinder(folder, *loaders)
+        compiled, source = (ExtensionFileLoader, EXTENSION_SUFFIXES), (_SourceLoader, SOURCE_SUFFIXES)
+        sys.path_importer_cache[folder] = FileFinder(folder, compiled, source)
 
 
 def _folders(path: Path) -> set[Path]:
