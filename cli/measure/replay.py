@@ -58,13 +58,15 @@ def replay(
     lost = [each for each in record.meta.checked if each.place not in held]
     _print(checked + lost, held)
     lines = _lines(record, first, lost)
+    replayed = []
     for name, (found, other) in zip(names, others, strict=True):
         _print(found, held)
-        lines += [f"{name}: {_sentence(record, other)}"] if other is not None else []
+        replayed.append(f"{name}: {'within tolerance' if other is None else _sentence(record, other)}")
     if not checked and not lost:
         raise ConfigError(str(file), "recorded steps whose sequences were still in the cache", "none", "record after a request")
-    print("\n".join(lines or ["within tolerance: every recorded output, cached row and state"]))
-    raise typer.Exit(1 if lines else 0)
+    lines = [f"recorded: {line}" for line in lines] if names else lines
+    print("\n".join([*(lines or ["within tolerance: every recorded output, cached row and state"]), *replayed]))
+    raise typer.Exit(1 if lines or any(other is not None for _, other in others) else 0)
 
 
 def _title(record: Record) -> str:
