@@ -405,6 +405,8 @@ class EngineLoop:
     def record_fault(self, reason: str, seconds: float = 60.0) -> None:
         """Write a record, unless the recorder is off or has written one for a fault in the last `seconds`. Errors are logged."""
         now = time.monotonic()
+        if self.recorder is None and not seconds:  # somebody asked for it
+            log.warning("recorder: %s, but no steps are kept; record_steps=16 (--record-steps 16) keeps some", reason)
         if self.recorder is None or now < self._recorded + seconds:
             return
         self._recorded = now
