@@ -71,7 +71,7 @@ class FlashInterface(VarlenAttention):
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._layer: dict[str, Any] = {}
-        if spec.sliding_window is not None:  # it includes the query's own key; the function takes the keys on each side
+        if spec.sliding_window is not None:  # the window includes the query's own key, the function's two numbers do not
             left = spec.sliding_window - 1
             self._layer["sliding_window"] = (left, 0 if spec.causal else left)
         if spec.softcap is not None:
@@ -85,7 +85,7 @@ class FlashInterface(VarlenAttention):
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         support = super().supports(spec, layout, block_size, phase)
         if cls.packed is None and phase is not Phase.PREFILL:
-            need = f"a parameter block_table or page_table, in {_WITH_CACHE} beside cu_seqlens_q"
+            need = f"a parameter block_table or page_table, in {_WITH_CACHE} in addition to cu_seqlens_q"
             support &= Support.no(f"{_VARLEN} of {cls.name}", need, "functions without", f"prefill={cls.name}")
         return support
 

@@ -8,6 +8,9 @@ verifications therefore give the same bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,11 +32,12 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tup
     lead = first % QUERIES
     queries = _padded(q.float(), lead, QUERIES).unflatten(0, (-1, QUERIES))  # [tiles, QUERIES, heads, head_dim]
     keys, values = (_padded(rows.float(), 0, KEYS).unflatten(0, (-1, KEYS)).transpose(1, 2) for rows in (k, v))
+    by_row = [None if each is None else _by_row(each, spec, q.device) for each in (spec.alibi_slopes, spec.sinks)]
     out, sums = [], []
     for number, tile in enumerate(queries):
         start = first - lead + number * QUERIES
         rows = tile.unflatten(1, (spec.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2).contiguous()  # [kv heads, rows, dim]
-        result, logs = _tile(rows, start, keys, values, kv_len, spec)
+        result, logs = _tile(rows, start, keys, values, kv_len, spec, by_row)
         out.append(result.unflatten(1, (-1, QUERIES)).flatten(0, 1).transpose(0, 1))  # [QUERIES, heads, v_head_dim]
         sums.append(logs.unflatten(1, (-1, QUERIES)).flatten(0, 1))  # [heads, QUERIES]
     here = slice(lead, lead + query_len)
@@ -47,26 +51,27 @@ def _padded(rows: Tensor, lead: int, size: int) -> Tensor:
     return whole
 
 
-def _tile(rows: Tensor, start: int, keys: Tensor, values: Tensor, kv_len: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the attention of one tile of queries. rows: [num_kv_heads, group_size * QUERIES, head_dim]; start: the position of
-    the tile's first query. Returns [num_kv_heads, rows, v_head_dim] and [num_kv_heads, rows]."""
-    device = rows.device
+def _tile(
+    rows: Tensor, start: int, keys: Tensor, values: Tensor, kv_len: int, spec: AttentionSpec, by_row: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of one tile of queries: [num_kv_heads, rows, v_head_dim] and [num_kv_heads, rows].
+
+    rows: [num_kv_heads, group_size * QUERIES, head_dim]. start: position of the tile's first query. by_row: ALiBi slopes and
+    sinks, as `_by_row` returns them."""
+    device, window, (slopes, sinks) = rows.device, spec.sliding_window, by_row
     positions = (start + torch.arange(QUERIES, device=device)).repeat(spec.group_size)[:, None]
-    heads = (spec.num_kv_heads, spec.group_size)
-    slopes = None if spec.alibi_slopes is None else _by_row(spec.alibi_slopes, heads, device)
+    place = torch.arange(KEYS, device=device)
     shape = (*rows.shape[:2], 1)
     most, total = (torch.full(shape, fill, device=device) for fill in (-torch.inf, 0.0))
     acc = rows.new_zeros((*rows.shape[:2], values.shape[-1]))
-    for number, (key, value) in enumerate(zip(keys, values, strict=True)):
-        begin = number * KEYS
-        if spec.causal and begin >= start + QUERIES:
-            break
-        distance = positions - (begin + torch.arange(KEYS, device=device))
-        seen = (distance >= 0) if spec.causal else (begin + torch.arange(KEYS, device=device) < kv_len).expand(distance.shape)
-        if spec.sliding_window is not None:
-            seen = seen & (distance.abs() < spec.sliding_window)
-        if not seen.any():
-            continue
+    for begin, key, value in zip(range(0, kv_len, KEYS), keys, values, strict=True):
+        later = 0 if spec.causal else math.inf if window is None else window - 1
+        if begin > start + QUERIES - 1 + later or (window is not None and begin + KEYS <= start - window + 1):
+            continue  # no row of the tile sees these keys
+        distance = positions - (begin + place)
+        seen = distance >= 0 if spec.causal else (begin + place < kv_len).expand(distance.shape)
+        if window is not None:
+            seen = seen & (distance.abs() < window)
         scores = torch.bmm(rows, key.transpose(1, 2).contiguous()) * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -79,14 +84,14 @@ def _tile(rows: Tensor, start: int, keys: Tensor, values: Tensor, kv_len: int, s
         total = total * shrink + weights.sum(-1, keepdim=True)
         acc = acc * shrink + torch.bmm(weights, value.contiguous())
         most = higher
-    if spec.sinks is not None:
-        sinks = _by_row(spec.sinks, heads, device)
+    if sinks is not None:
         higher = torch.maximum(most, sinks)
         shrink = torch.exp(most - higher)
         total, acc, most = total * shrink + torch.exp(sinks - higher), acc * shrink, higher
     return acc / total.masked_fill(total == 0.0, 1.0), (most + torch.log(total)).squeeze(-1)
 
 
-def _by_row(of_heads: tuple[float, ...], heads: tuple[int, int], device: torch.device) -> Tensor:
+def _by_row(of_heads: tuple[float, ...], spec: AttentionSpec, device: torch.device) -> Tensor:
     """Return a number per query head for each row of a tile, float32 [num_kv_heads, rows, 1]."""
-    return torch.tensor(of_heads, dtype=torch.float32, device=device).view(heads).repeat_interleave(QUERIES, 1)[..., None]
+    numbers = torch.tensor(of_heads, dtype=torch.float32, device=device).view(spec.num_kv_heads, spec.group_size)
+    return numbers.repeat_interleave(QUERIES, 1)[..., None]

@@ -417,12 +417,6 @@ def _read_sources(folders: Iterable[Path]) -> None:
         sys.path_importer_cache[folder] = FileFinder(folder, compiled, source)
 
 
-def _folders(path: Path) -> set[Path]:
-    """Return the folders of a package, given its __init__.py; none for another file."""
-    folder = path.resolve().parent
-    return {each for each in folder.rglob("*") if each.is_dir()} if path.name == "__init__.py" else set()
-
-
 def load_file(path: Path) -> ModuleType:
     """Import a file as a module named after the file, even if it was imported before. The file may import other files in its
     folder.
@@ -435,7 +429,8 @@ def load_file(path: Path) -> ModuleType:
     known = sys.modules.get(stem)
     mine = known is None or getattr(known, "__file__", None) == str(path.resolve())
     name = stem if mine else f"headway_plugin_{stem}"  # other modules of that name are not replaced
-    _read_sources({each.resolve().parent for each in _with_neighbours(path)} | _folders(path))
+    inside = path.resolve().parent.rglob("*") if path.name == "__init__.py" else ()
+    _read_sources({each.resolve().parent for each in _with_neighbours(path)} | {each for each in inside if each.is_dir()})
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=_SourceLoader(name, str(path.resolve())))
     assert spec is not None
     assert spec.loader is not None

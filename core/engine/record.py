@@ -189,7 +189,7 @@ class Run(NamedTuple):
 
 
 class CallRows(NamedTuple):
-    """What one attention call computes, for the heads that are held."""
+    """Inputs of one attention call, for the heads that are held."""
 
     spec: AttentionSpec
     q: Tensor
@@ -421,8 +421,8 @@ _ALL_DTYPES = {**DTYPES, **KV_DTYPES}
 
 
 def plain_spec(spec: AttentionSpec | StateSpec) -> dict[str, Any]:
-    """Return the fields of a spec as plain data, without the device."""
-    plain = {each.name: getattr(spec, each.name) for each in fields(spec) if each.name != "device"}
+    """Return the fields of a spec as plain data. The device is left out, and the level of invariance: replay allows rounding."""
+    plain = {each.name: getattr(spec, each.name) for each in fields(spec) if each.name not in ("device", "invariance")}
     names = {dtype: name for name, dtype in _ALL_DTYPES.items()}
     return {name: names[value] if isinstance(value, torch.dtype) else value for name, value in plain.items()}
 

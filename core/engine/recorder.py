@@ -51,7 +51,7 @@ from headway.core.system.provenance import Origin
 
 log = logging.getLogger("headway")
 
-_MOST_BYTES = 2**30  # Maximum host memory for tensors: of a ring with tensors, of calls, and of cached rows
+_MOST_BYTES = 2**30  # Maximum host memory for each of these: tensors in the ring, calls, cached rows
 _MOST_CALLS = 4096  # Number of calls of a sequence in a layer after which no further step runs again: seconds
 _MOST_WORK = {"cpu": 2**36, "cuda": 2**42}  # Maximum multiply-adds to compute a sequence again: seconds
 _MOST_FILES = 32  # Maximum number of records in a folder; the oldest are removed
@@ -218,6 +218,7 @@ class Recorder:
                 whole = entry.step.query_lens if entry.calls else entry.step.query_lens[list(known)]
                 self._add_calls(record, number, entry, calls, known, numpy.cumsum(whole))
         for place, layer in enumerate(meta.layers):
+            record.tensors |= self._weights(layer.layer, place) if layer.kind == "state" else {}
             for each in taken if layer.kind == "attention" else ():
                 self._hold(record, place, layer, each)
         checked, first = record.judge()
@@ -483,7 +484,6 @@ class Recorder:
                 )
                 tensors = dict(zip(names, rows, strict=True))
                 if call.layer[0] == "state":
-                    record.tensors |= self._weights(call.layer[1], found.place)
                     tensors |= self._state_of(call.layer[1], taken, context)
                 record.tensors |= {f"{found.key}.{name}": each for name, each in tensors.items()}
 

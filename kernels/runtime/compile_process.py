@@ -45,25 +45,24 @@ class CompileProcess:
         self._reader = Thread(target=self._read, name="compile-process", daemon=True)
         self._reader.start()
 
-    def compile(self, task: Callable[[], Any]) -> bool:
-        """Compile a kernel in the process, wait for it, and return whether it is in the cache on disk.
-
-        False means that the process is not ready or has ended, or that the kernel cannot be sent or does not compile.
+    def compile(self, task: Callable[[], Any]) -> None:
+        """Compile a kernel into the cache on disk, and wait for it. Do nothing if the process is not ready or has ended, or if
+        the kernel cannot be sent.
 
         task: function with which Triton would compile the kernel here. Triton's public interface does not name its parts, so they
         are read from its closure.
         """
         with self._lock:
             if not self._ready:
-                return False
+                return
             number, asked = next(self._numbers), Future[bool]()
             try:
                 pickled = _pickled(inspect.getclosurevars(task).nonlocals)
             except Exception:  # another release of Triton, or a value that cannot be sent
-                return False
+                return
             self._asked[number] = asked
             self._child.send({"number": number, "task": base64.b85encode(pickled).decode()})
-        return asked.result()
+        asked.result()
 
     def stop(self) -> None:
         """End the process and its forks."""

@@ -45,7 +45,7 @@ CHECKS: Checks = {
     "shared": (answers.shared, "layers of a kind over one plan"),
     "bounds": (answers.bounds, "upper bounds as host lengths in decode"),
     "lse": (answers.lse, "the log-sum-exp of every query"),
-    "keyless": (answers.keyless, "rows that see no key: zeros and -inf, or left alone"),
+    "keyless": (answers.keyless, "rows that see no key: zeros and -inf, or not written"),
     "turns": (answers.turns, "turns on one cache with sdpa.math"),
     "steps": (answers.steps, "fifty steps of one instance"),
     "thousand": (answers.thousand, "a thousand steps of one instance"),

@@ -29,15 +29,7 @@ from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, write
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
-from headway.core.oracle.cases import (
-    Case,
-    make_case,
-    parse_case,
-    reference,
-    reference_with_lse,
-    relative_error,
-    run_backend,
-)
+from headway.core.oracle.cases import Case, make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
 from headway.kernels.runtime.probe import declares, find
 from headway.registry import Registry
 from headway.registry.builtin import RANK

@@ -195,6 +195,14 @@ def test_at_level_full_nothing_that_a_step_does_changes_a_bit(tmp_path: Path, na
         assert drafting.stats.num_accepted_tokens
 
 
+def test_layers_with_a_state_keep_their_bits_in_any_batch(tmp_path: Path) -> None:
+    save_random(FULL["bamba"], tmp_path)
+    engine, random = llm(tmp_path, dtype="float32", max_num_seqs=16, skip_tokenizer_init=True).engine, Random(5)
+    prompts = [[random.randrange(3, 97) for _ in range(count)] for count in (70, 1, 100, 37)]
+    both = zip(observed(engine, prompts, 12), [observed(engine, [prompt], 12)[0] for prompt in prompts], strict=True)
+    assert all(together[0] == alone[0] and torch.equal(together[1], alone[1]) for together, alone in both)
+
+
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_the_logprobs_of_a_text_are_those_of_the_text_as_a_prompt(tmp_path: Path, name: str) -> None:
     """What a trainer compares that learns from generated texts."""

@@ -318,15 +318,9 @@ def test_a_kernel_that_fails_its_trial_is_left_out_and_the_start_goes_on(
 
 IMPOSSIBLE: dict[str, tuple[dict[str, object], str]] = {
     "unknown kind": ({"kernels__0__kind": "convolution"}, "kernels.0.kind: Input should be"),
-    "negative error": (
-        {"kernels__0__cells__0__error": -1.0},
-        "error: Input should be greater than or equal to 0",
-    ),
+    "negative error": ({"kernels__0__cells__0__error": -1.0}, "error: Input should be greater than or equal to 0"),
     "NaN": ({"kernels__0__cells__0__error": math.nan}, "kernels.0.cells.0.error: Input should be a finite number"),
-    "passed above its tolerance": (
-        {"kernels__0__cells__0__error": 0.5},
-        "passed with an error of 0.5, above its tolerance",
-    ),
+    "passed above its tolerance": ({"kernels__0__cells__0__error": 0.5}, "passed with an error of 0.5, above its tolerance"),
     "passed without a tolerance": ({"kernels__0__cells__0__tolerance": None}, "above its tolerance 0"),
     "unknown verdict": ({"kernels__0__cells__0__verdict": "perfect"}, "kernels.0.cells.0.verdict"),
     "no cells": ({"kernels__0__cells": []}, "kernels.0.cells: List should have at least 1 item"),

@@ -72,6 +72,14 @@ def test_replay_prints_a_table_and_runs_other_backends(recorded: tuple[LLM, Path
     assert_refused(headway("replay", str(path) + "x"), "no file")
 
 
+def test_a_record_of_the_level_full_runs_on_other_backends(tiny_model_folder: Path, tmp_path: Path, headway: Headway) -> None:
+    llm = LLM(str(tiny_model_folder), deterministic="full", record_steps=8, record_folder=str(tmp_path), num_threads=1)
+    llm.generate([list(range(20))], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    result = headway("replay", str(llm.record()), "--attn-backend", "sdpa,reference", "--kv-layout", "auto")
+    assert result.code == 0, result
+    assert "reference: within tolerance" in result.out
+
+
 def test_replay_names_what_differs(recorded: tuple[LLM, Path], headway: Headway) -> None:
     llm, _ = recorded
     llm.generate([[1, 2, 3], list(range(20))], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)

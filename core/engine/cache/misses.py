@@ -22,8 +22,6 @@ FORGOTTEN: Final = "forgotten"
 """Causes of an eviction: the page was needed for new tokens, or was needed after it had left its layers' window, or all prefixes
 were forgotten."""
 
-_SALT_BYTES = 32  # Length of a salt's digest, at the end of a root
-
 Value = TypeVar("Value")
 
 
@@ -38,7 +36,8 @@ class PrefixMisses:
         self._prefixes = prefixes
         self._stats = stats
         self._cause_of: OrderedDict[bytes, str] = OrderedDict()  # Name of an evicted page -> cause
-        self._root_of: OrderedDict[bytes, bytes] = OrderedDict()  # First page's tokens -> root of the latest prompt with them
+        self._root_of: OrderedDict[bytes, tuple[bytes, bytes | None]] = OrderedDict()
+        """First page's tokens -> root, and digest of the adapter, of the latest prompt with them."""
 
     def evicted(self, digest: bytes | None, cause: str) -> None:
         """Note that the content of a page can no longer be found. digest: name of the page, or None if it was not full."""
@@ -48,8 +47,9 @@ class PrefixMisses:
 
     def began(self, seq: Sequence) -> None:
         """Note that the first page of a sequence can be found."""
-        if seq.embedded is None:  # else its token ids are zeros
-            _remember(self._root_of, self._start_of(seq), seq.prefix_root, _MOST_STARTS)
+        if seq.embedded is None:  # the token ids of an embedded prompt are zeros
+            adapter = seq.adapter.digest if seq.adapter else None
+            _remember(self._root_of, self._start_of(seq), (seq.prefix_root, adapter), _MOST_STARTS)
 
     def sources(self, seq: Sequence, found: int, restored: int, held_reason: str) -> dict[str, int]:
         """Return the number of tokens of an admitted prompt by source: `device` and `offload` for found tokens, otherwise the
@@ -86,14 +86,14 @@ class PrefixMisses:
 
     def _under_other_root(self, seq: Sequence, held: int) -> tuple[str, int]:
         """Return the number of tokens that are cached for another adapter or with another salt, and which of the two differs."""
-        root = None if held or seq.embedded is not None else self._root_of.get(self._start_of(seq))
-        if root is None or root == seq.prefix_root:
+        known = None if held or seq.embedded is not None else self._root_of.get(self._start_of(seq))
+        root, adapter = known or (seq.prefix_root, None)
+        if root == seq.prefix_root:
             return "adapter", 0
         twin = copy(seq)
         twin.block_hashes = []
         twin.prefix_root = root
-        adapter = b"" if seq.adapter is None else seq.adapter.digest
-        reason = "salt" if root.startswith(adapter) and len(root) - len(adapter) in (0, _SALT_BYTES) else "adapter"
+        reason = "salt" if adapter == (seq.adapter.digest if seq.adapter else None) else "adapter"
         return reason, self._prefixes[0].longest(twin, seq.num_tokens - 1, partly=True)
 
     def _start_of(self, seq: Sequence) -> bytes:

@@ -45,7 +45,7 @@ def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[Sta
             if own.prefill != own.decode:
                 need = "one backend for all phases of a layer, with deterministic_level=full"
                 raise ConfigError("attn_backend", need, f"prefill={own.prefill},decode={own.decode}")
-        log.info("deterministic: attention pinned to %s, whose bits depend on a token's position and keys alone", pinned)
+        log.info("deterministic: attention pinned to %s, whose bits depend only on a token's position and keys", pinned)
         return replace(config, attn_backend=pinned)
     log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts split at fixed positions", pinned)
     return replace(config, attn_backend=pinned, enable_prefix_caching=False)

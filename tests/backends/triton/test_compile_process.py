@@ -75,7 +75,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.
 
 
 def hits(tasks: list[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each task finds its kernel in the cache."""
+    """Return whether each task finds its kernel in the cache."""
     found: list[bool] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda cache_hit, **_: found.append(cache_hit))
     for task in tasks:

@@ -1,4 +1,4 @@
-"""Why a prompt's tokens are not found in the prefix cache, and books of pages that do not balance."""
+"""Reasons for prefix misses, and books of pages that do not balance."""
 
 from __future__ import annotations
 
