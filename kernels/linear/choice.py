@@ -39,8 +39,9 @@ FLOAT8 = "w8a8"
 KERNEL, SCALED, DEQUANTIZED = "kernel", "scaled_mm", "dequantize"
 """Triton GEMM over quantized weights; `torch._scaled_mm`, with x rounded to FP8; and cuBLAS, with the weight dequantized in every
 call."""
-GEMV, TILES, TORCH = "gemv", "tiles", "torch"
-"""Triton GEMV for up to 16 rows and split-K GEMM for up to 128 rows over dense weights, and torch.mm."""
+GEMV, TILES, INVARIANT, TORCH = "gemv", "tiles", "invariant", "torch"
+"""Triton GEMV for up to 16 rows and split-K GEMM for up to 128 rows over dense weights, Triton GEMM whose rows have the same bits
+among any number of rows, and torch.mm."""
 MARLIN, CUTLASS = "marlin", "cutlass"
 NATIVE, INT4PACK, ONEDNN, EXPANDED = "native", "int4pack", "onednn", "expanded"
 """CPU kernels: our C library, torch's GEMM over packed int4, oneDNN, and a weight that is dequantized once."""
@@ -56,6 +57,7 @@ _TRITON, _CUDA = "headway[triton]", "headway[cuda]"
 BUILTIN: Final = (
     _info(GEMV, "our GEMV and skinny GEMM over plain weights in Triton, up to 16 rows", "product_kernels:Gemv", _TRITON),
     _info(TILES, "our tiled split-K GEMM over plain weights in Triton, up to 128 rows", "tile_kernels:Tiles", _TRITON),
+    _info(INVARIANT, "our GEMM over plain weights for deterministic mode", "tile_kernels:InvariantTiles", _TRITON),
     _info(KERNEL, "our fused GEMM over quantised weights in Triton", "quantized:TritonKernel", _TRITON),
     _info(FEW, "our GEMV over quantised weights in CUDA C++, up to 16 rows", "cuda_products:FewRowsKernel", _CUDA),
     _info(SHARED, "our split-K GEMM over quantised weights for H100 and H200", "cuda_products:SharedRowsKernel", _CUDA),
@@ -162,9 +164,9 @@ class LinearChoice:
 
     @cached_property
     def is_invariant(self) -> bool:
-        """True in deterministic mode if one third-party kernel runs all numbers of rows."""
+        """True in deterministic mode if one batch-invariant kernel runs all numbers of rows."""
         serving = [*self.serving()]
-        return self.fixed and len(serving) == 1 and self.is_third_party(serving[0])
+        return self.fixed and len(serving) == 1 and self.kernels[serving[0]].capabilities.batch_invariant
 
     @property
     def fuses_more(self) -> bool:
@@ -290,7 +292,8 @@ class LinearKernels:
 
         names: the kernels' names, in the order of registration. load: imports a kernel's class. supports: returns whether a
         kernel supports a layer. third_party: names of third parties' kernels. named: the requested kernel; None means auto.
-        invariant: True to use third parties' kernels only if they are batch-invariant (deterministic mode).
+        invariant: True for deterministic mode: INVARIANT replaces Headway's other kernels where it can run, and third parties'
+        kernels are used only if they are batch-invariant.
         """
         self._invariant = invariant
         self.device = device
@@ -320,6 +323,8 @@ class LinearKernels:
                 for made in (kernel(own), *(kernel(own, variant) for variant in kernel.variants)):
                     kernels[made.label] = made
             self._note_named(spec, refused)
+            if INVARIANT in kernels and not any(name.partition(" ")[0] == self.named for name in kernels):
+                kernels = {name: made for name, made in kernels.items() if name == INVARIANT or name in self._guests}
             found = LinearChoice(str(spec), kernels, refused, spec.gated, self._guests, self.named, self._invariant)
             self._choices[spec] = found
         return found
@@ -334,6 +339,8 @@ class LinearKernels:
             support &= Support.no("graph_level", "one for captured steps, such as GraphLevel.ANY, on a GPU", "NONE")
         if self._invariant and name in self._guests:
             support &= batch_invariance(kernel.capabilities)
+        if name == INVARIANT and not self._invariant and name != self.named:
+            support &= Support.no("linear_kernel", f"deterministic mode, or {INVARIANT} to be named", "auto")
         return (kernel if support else None), support
 
     def reads(self, weight: QuantizedWeight, dtype: torch.dtype) -> bool:

@@ -1,11 +1,16 @@
-"""Triton split_k GEMM over dense weights for 9 to 128 rows, on tensor cores, with fused operations after it.
+"""Triton GEMM over dense weights on tensor cores, with fused operations after it: `tiles` for 9 to 128 rows, and `invariant` for
+any number of rows in deterministic mode.
 
 At these sizes, latencies matter more than bandwidth. So programs start while the previous kernel still runs (PDL, see
 step_kernels.py). If there are too few tiles for the GPU, several programs split the sum over K (split-K). Each of them stores its
 partial sums, and the last program to arrive adds the partial sums in a fixed order.
 
-With SWAPPED, the rows of a tile are rows of W, and its columns are up to 16 rows of x. The tensor cores then process 64 rows of W
-and 8 or more rows of x, and read W from shared memory in the layout in which it was copied.
+With SWAPPED, the rows of a tile are rows of W, and its columns are rows of x. The tensor cores then process 64 rows of W and 8 or
+more rows of x, and read W from shared memory in the layout in which it was copied.
+
+`invariant` gives the same bits for a row of x whatever the number of rows. Its tiles are SWAPPED for any number of rows, so that
+the tensor cores run the same instruction with more or fewer columns. K is divided into SEGMENTS by the shape of the weight alone.
+The products of a segment are added in the order of K, and then the segments in their order, by one program or by several.
 """
 
 from __future__ import annotations
@@ -20,10 +25,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.linear import FUSED, LinearCapabilities, LinearSpec
-from headway.kernels.linear.choice import TILES
+from headway.kernels.linear.choice import INVARIANT, TILES
 from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.product_kernels import DEVICES, ProductCase, TritonProducts
-from headway.kernels.runtime.triton_launch import FixedLauncher
+from headway.kernels.runtime.triton_launch import FixedLauncher, shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.step_kernels import activate
 
@@ -39,12 +44,14 @@ def tiled_product(
     partial_ptr,  # float32 [tiles, SPLITS, BLOCK_M * BLOCK_N, twice that if GATED] (SPLITS > 1)
     arrivals_ptr,  # int32 [tiles], zero between launches (SPLITS > 1)
     rows,
-    N: tl.constexpr,  # a multiple of BLOCK_N
-    K: tl.constexpr,  # a multiple of SPLITS * BLOCK_K
+    N: tl.constexpr,
+    K: tl.constexpr,  # a multiple of BLOCK_K if SEGMENTS > 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SEGMENTS: tl.constexpr,  # parts of K with sums of their own
+    SPLITS: tl.constexpr,  # programs that share the segments: 1 or SEGMENTS
+    GROUP: tl.constexpr,  # tiles of rows of x whose programs run together, so that they share W in the L2 cache
     STAGES: tl.constexpr,
     SWAPPED: tl.constexpr,
     GATED: tl.constexpr,
@@ -58,23 +65,33 @@ def tiled_product(
 
     Grid (N / BLOCK_N, SPLITS, cdiv(rows, BLOCK_M)).
     """
-    CHUNKS: tl.constexpr = K // SPLITS // BLOCK_K
     split = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    r = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = split * (K // SPLITS) + tl.arange(0, BLOCK_K)
+    tile_n, tile_m = tl.program_id(0), tl.program_id(2)
+    if GROUP > 1:
+        columns = tl.num_programs(0)
+        place = tile_m * columns + tile_n
+        first = place // (GROUP * columns) * GROUP
+        height = tl.minimum(tl.num_programs(2) - first, GROUP)
+        tile_m = first + place % (GROUP * columns) % height
+        tile_n = place % (GROUP * columns) // height
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + r.to(tl.int64)[:, None] * K + k[None, :]
-    gate_at = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    kept = n
+    if N % BLOCK_N != 0:
+        kept = tl.minimum(n, N - 1)
+    gate_at = weight_ptr + kept.to(tl.int64)[:, None] * K + k[None, :]
     if SWAPPED:
         HEIGHT: tl.constexpr = BLOCK_N
         WIDTH: tl.constexpr = BLOCK_M
-        live = (r < rows)[None, :]
+        live = (r < rows)[None, :] & (n < N)[:, None]
         n = n[:, None]
         y_at = y_ptr + r.to(tl.int64)[None, :] * N + n
     else:
         HEIGHT: tl.constexpr = BLOCK_M
         WIDTH: tl.constexpr = BLOCK_N
-        live = (r < rows)[:, None]
+        live = (r < rows)[:, None] & (n < N)[None, :]
         n = n[None, :]
         y_at = y_ptr + r.to(tl.int64)[:, None] * N + n
     if PDL:
@@ -82,15 +99,20 @@ def tiled_product(
         gdc_launch_dependents()
     gate = tl.zeros((HEIGHT, WIDTH), tl.float32)
     up = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    for c in tl.range(0, CHUNKS, num_stages=STAGES):
-        x = tl.load(x_at + c * BLOCK_K, mask=(r < rows)[:, None], other=0.0).to(DOT)
-        gate = _multiplied(x, tl.load(gate_at + c * BLOCK_K).to(DOT), gate, SWAPPED)
-        if GATED:
-            up = _multiplied(x, tl.load(gate_at + (N * K + c * BLOCK_K)).to(DOT), up, SWAPPED)
+    if SPLITS == SEGMENTS:
+        gate, up = _segment(x_at, gate_at, gate, up, split, r < rows, k, N, K, BLOCK_K, SEGMENTS, STAGES, SWAPPED, GATED, DOT)
+    else:
+        for segment in tl.range(SEGMENTS):
+            own, own_up = tl.zeros((HEIGHT, WIDTH), tl.float32), tl.zeros((HEIGHT, WIDTH), tl.float32)
+            own, own_up = _segment(
+                x_at, gate_at, own, own_up, segment, r < rows, k, N, K, BLOCK_K, SEGMENTS, STAGES, SWAPPED, GATED, DOT
+            )
+            gate += own
+            up += own_up
     if SPLITS == 1:
         _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ACTIVATION, ADD, BIAS)
     else:
-        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        tile = tile_m * tl.num_programs(0) + tile_n
         SIZE: tl.constexpr = HEIGHT * WIDTH
         PARTS: tl.constexpr = 2 * SIZE if GATED else SIZE
         at = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -115,6 +137,31 @@ def tiled_product(
 
 
 @triton.jit
+def _segment(x_at, gate_at, gate, up, segment, inside, k, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+             SEGMENTS: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
+             DOT: tl.constexpr):  # fmt: skip
+    """Add the products over a segment of K to `gate` and `up`, in the order of K. inside: [BLOCK_M]: False for rows after the
+    last row of x."""
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SEGMENTS
+    for c in tl.range(segment * CHUNKS, (segment + 1) * CHUNKS, num_stages=STAGES):
+        start = c * BLOCK_K
+        if K % BLOCK_K == 0:
+            x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
+            w = tl.load(gate_at + start)
+        else:
+            x = tl.load(x_at + start, mask=inside[:, None] & (start + k < K)[None, :], other=0.0)
+            w = tl.load(gate_at + start, mask=(start + k < K)[None, :], other=0.0)
+        gate = _multiplied(x.to(DOT), w.to(DOT), gate, SWAPPED)
+        if GATED:
+            if K % BLOCK_K == 0:
+                w = tl.load(gate_at + (N * K + start))
+            else:
+                w = tl.load(gate_at + (N * K + start), mask=(start + k < K)[None, :], other=0.0)
+            up = _multiplied(x.to(DOT), w.to(DOT), up, SWAPPED)
+    return gate, up
+
+
+@triton.jit
 def _multiplied(x, weight, sums, SWAPPED: tl.constexpr):
     """Return sums + x weight^T, or its transpose."""
     if SWAPPED:
@@ -130,10 +177,10 @@ def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.conste
     """Apply bias and activation to complete sums, and store them to y. n: output features, which are columns of the tile, or rows
     if SWAPPED."""
     if BIAS:
-        gate += tl.load(bias_ptr + n).to(tl.float32)
+        gate += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if GATED:
         if BIAS:
-            up += tl.load(bias_ptr + N + n).to(tl.float32)
+            up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
         gate = activate(gate, ACTIVATION) * up
     elif ACTIVATION != "":
         gate = activate(gate, ACTIVATION)
@@ -156,7 +203,11 @@ BUSY = 0.7
 """Number of programs per SM that keeps the GPU busy. Tiles are made smaller, and sums are split, until there are enough
 programs."""
 _BLOCK_M, _BLOCK_N = 64, 64
-"""Rows and columns of the largest tiles."""
+"""Rows and columns of the largest tiles of `tiles`."""
+_BLOCK_K, _BLOCK_ROWS = 64, 128
+"""Columns of W, and maximum number of rows of x, in a tile of `invariant`."""
+_SEGMENTS = 8
+"""Maximum number of segments of K of `invariant`."""
 _WARPS = 4
 
 
@@ -172,6 +223,11 @@ class ProductTiling:
     block_m: int = _BLOCK_M
     swapped: bool = False
     """True if the rows of a tile are rows of the weight."""
+    segments: int = 0
+    """Number of parts of K with sums of their own. 0 means one for each program."""
+    group: int = 1
+    """Number of tiles of rows of x whose programs run together."""
+    warps: int = _WARPS
 
 
 @cache  # each launch asks for it, and before that the choice between kernels
@@ -201,6 +257,29 @@ def tiling_for(rows: int, out_features: int, in_features: int, multiprocessors: 
     return ProductTiling(block_n, enough[0], 64, 5) if enough else None
 
 
+@cache
+def invariant_tiling(
+    rows: int, out_features: int, in_features: int, gated: bool, multiprocessors: int, memory: int
+) -> ProductTiling:
+    """Return the tiling of a GEMM [rows, in_features] x [in_features, out_features] whose segments do not depend on `rows`.
+
+    out_features: half of the rows of a gated weight. memory: maximum shared memory of a thread block, in bytes.
+    """
+    chunks, tiles_n = triton.cdiv(in_features, _BLOCK_K), triton.cdiv(out_features, _BLOCK_N)
+    divisors = [count for count in range(1, _SEGMENTS + 1) if chunks % count == 0 and in_features % _BLOCK_K == 0] or [1]
+    segments = next((count for count in divisors if tiles_n * count >= BUSY * multiprocessors), divisors[-1])
+    block_m = min(max(triton.next_power_of_2(rows), 16), _BLOCK_ROWS)
+    block_n, splits, group, warps = _BLOCK_N, segments, 1, _WARPS
+    if rows > _BLOCK_ROWS:
+        if not (gated and segments > 1):  # registers hold four sums of each element
+            block_n = 2 * _BLOCK_N
+        tiles = triton.cdiv(out_features, block_n) * triton.cdiv(rows, block_m)
+        splits, group, warps = segments if 2 * tiles <= multiprocessors else 1, 8, 2 * _WARPS
+    stage = 2 * _BLOCK_K * (block_m + (2 * block_n if gated else block_n))
+    stages = max(2, min(6 if block_m <= 64 else 4, (memory - 4096) // stage))
+    return ProductTiling(block_n, splits, _BLOCK_K, stages, block_m, True, segments, group, warps)
+
+
 class Tiles(TritonProducts):
     """Split-K GEMM over dense weights in tiles, for up to MAX_ROWS rows in half precision, in one launch.
 
@@ -216,7 +295,7 @@ class Tiles(TritonProducts):
         super().__init__(spec, variant)
         device = spec.device
         self._launcher = cache(partial(_launcher, device))
-        self._sums = cache(lambda count: torch.empty(count * _BLOCK_M * _BLOCK_N, device=device))
+        self._sums = cache(lambda count: torch.empty(count, device=device))
         self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
         """Number of counters -> int32 arrival counters, which are zero between launches. Like the memory for split-K sums, they
         are never freed, since captured graphs use their addresses."""
@@ -227,6 +306,7 @@ class Tiles(TritonProducts):
         return rows <= MAX_ROWS and self._tiling_of(rows, out // (2 if self.spec.gated else 1), out, columns) is not None
 
     def _tiling_of(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
+        """Return the tiling, or None if there is none. weight_rows: `out_features`, or twice that if the layer is gated."""
         size = weight_rows * in_features
         if size <= MAX_WEIGHT:
             return tiling_for(rows, out_features, in_features, self.multiprocessors)
@@ -256,8 +336,8 @@ class Tiles(TritonProducts):
         tiling = self._tiling_of(rows, out_features, weight.out_features, in_features)
         assert tiling is not None
         launch = self._launcher(case, tiling)
-        grid = out_features // tiling.block_n, tiling.splits, -(-rows // tiling.block_m)
-        sums, arrivals = self._workspace(grid, 2 if gated else 1)
+        grid = -(-out_features // tiling.block_n), tiling.splits, -(-rows // tiling.block_m)
+        sums, arrivals = self._workspace(grid, tiling.block_n * tiling.block_m * (2 if gated else 1))
         launch(
             grid,
             x_ptr=x,
@@ -270,11 +350,30 @@ class Tiles(TritonProducts):
         )
         return y
 
-    def _workspace(self, grid: tuple[int, int, int], parts: int) -> tuple[Tensor, Tensor]:
-        """Return scratch memory for split-K sums, and arrival counters. Both are small, since few tiles are split."""
+    def _workspace(self, grid: tuple[int, int, int], tile: int) -> tuple[Tensor, Tensor]:
+        """Return scratch memory for split-K sums, and arrival counters. Both are small, since few tiles are split. tile: number
+        of sums of a tile."""
         tiles, splits, tiles_m = grid
-        count = tiles * tiles_m * splits * parts if splits > 1 else 0
-        return self._sums(count), self._arrivals(count)
+        count = tiles * tiles_m if splits > 1 else 0
+        return self._sums(count * splits * tile), self._arrivals(count)
+
+
+class InvariantTiles(Tiles):
+    """GEMM over dense weights for any number of rows in half precision, in one launch. A row's bits do not depend on the number
+    of rows."""
+
+    name = INVARIANT
+    capabilities = LinearCapabilities(
+        frozenset({"plain"}), devices=DEVICES, batch_invariant=True, fused=frozenset(FUSED) - {"norm", "rotary"}
+    )
+
+    def runs(self, rows: int) -> bool:
+        """Return True: the kernel runs any number of rows."""
+        return True
+
+    def _tiling_of(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling:
+        gated = weight_rows != out_features
+        return invariant_tiling(rows, out_features, in_features, gated, self.multiprocessors, shared_memory(self.spec.device))
 
 
 def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) -> FixedLauncher:
@@ -285,7 +384,9 @@ def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) ->
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
+        "SEGMENTS": tiling.segments or tiling.splits,
         "SPLITS": tiling.splits,
+        "GROUP": tiling.group,
         "STAGES": tiling.stages,
         "SWAPPED": tiling.swapped,
         "GATED": case.gated,
@@ -294,4 +395,4 @@ def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) ->
         "BIAS": case.bias,
         "DOT": case.dot,
     }
-    return FixedLauncher(tiled_product, _WARPS, device, constants)
+    return FixedLauncher(tiled_product, tiling.warps, device, constants)

@@ -53,11 +53,13 @@ class Fused(Operations):
         kernels: LinearKernels | None = None,
         experts: ExpertsOptions | None = None,
         halves: Sequence[int] = (),
+        invariant: bool = False,
     ) -> None:
         """Prepare the operations.
 
         inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`. kernels: kernels for linear layers. experts:
-        options for MoE layers. For each of them, None means Headway's own kernels. halves: see `ropes_of`.
+        options for MoE layers. For each of them, None means Headway's own kernels. halves: see `ropes_of`. invariant: True if a
+        token's result must not depend on the other tokens; this concerns only MoE layers.
         """
         self.kernels = kernels or builtin_kernels(inv_freq.device, ON_GPU)
         self._device = inv_freq.device
@@ -71,7 +73,7 @@ class Fused(Operations):
         """int32 [2, frequencies]: for each frequency, the first one of its rotary embedding, and their number."""
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._latent = LatentKernels(self._device)
-        self._experts = fused_experts(experts or ExpertsOptions(), self._device)
+        self._experts = (invariant_experts if invariant else fused_experts)(experts or ExpertsOptions(), self._device)
 
     def _launcher(self, key: Hashable, make: Callable[[], FixedLauncher]) -> FixedLauncher:
         launcher = self._launchers.get(key)
@@ -369,7 +371,7 @@ def invariant_experts(options: ExpertsOptions, device: torch.device) -> ExpertsL
     def able(device_type: str) -> list[type[ExpertsKernel]]:
         return [*invariant_kernels(), *(each for each in options.able(device_type) if not is_own(each))]
 
-    return fused_experts(replace(options, able=able), device, invariant=True)
+    return fused_experts(replace(options, able=able, invariant=True), device, invariant=True)
 
 
 _ROTATED = 512

@@ -1,5 +1,7 @@
-"""Batch-invariant operations (deterministic mode): every GEMM has a fixed number of rows, so a row's bits do not depend on other
-rows.
+"""Batch-invariant operations (deterministic mode): a row's bits do not depend on other rows.
+
+On a GPU, the linear kernel `invariant` runs half-precision weights with any number of rows, inside the usual operations. For all
+other weights, every GEMM has a fixed number of rows.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from torch.nn.functional import gelu, pad, relu
 from headway.core.contract.errors import BackendError, ModelError
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import WeightFormat
-from headway.kernels.experts.bound import BoundExperts, ExpertsLayers, ExpertsOptions
+from headway.kernels.experts.bound import Experts, ExpertsLayers, ExpertsOptions
 from headway.kernels.experts.weights import RoutedWeights
-from headway.kernels.linear.choice import LinearChoice
+from headway.kernels.linear.choice import INVARIANT, LinearChoice
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, Rope, add_one_by_one, experts_by, softcap
@@ -135,16 +137,13 @@ class InvariantOperations:
         """Return residual + the linear layers, added one by one."""
         return add_one_by_one(self, residual, terms)
 
-    def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> BoundExperts:
+    def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> Experts:
         """Bind a layer of experts. Headway's kernels compute rows independently. On a GPU, the tile sizes are the same for any
         number of tokens."""
+        if weights.router.is_cuda:
+            return self._inner.experts(config, weights, norm)
         if self._experts is None:
-            if weights.router.is_cuda:
-                from headway.kernels.step.fused import invariant_experts
-
-                self._experts = invariant_experts(self._experts_options, weights.router.device)
-            else:
-                self._experts = experts_by(self, self._experts_options, self._activate["silu"])
+            self._experts = experts_by(self, self._experts_options, self._activate["silu"])
         return self._experts.bind(config, weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
@@ -225,16 +224,40 @@ def invariant_operations(
 ) -> Operations:
     """Wrap a device's operations so that rows of the given linear layers have the same bits in any batch.
 
-    Each quantized layer uses one kernel. The rule selects it for the number of rows of a tile, regardless of cached times, and
-    the log names it.
+    On a GPU, the operations stay as they are if INVARIANT computes all layers. Each quantized layer uses one kernel. The rule
+    selects it for the number of rows of a tile, regardless of cached times, and the log names it.
+
     :raises ModelError: if a row's bits depend on its position in a GEMM (`InvariantOperations.check`).
     """
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
     linears, rows = list(linears), TILE_ROWS[device.type]
-    invariant = InvariantOperations(operations, rows, activate, cap, experts)
     kinds = operations.linear_choices((linear, False) for linear in linears)
-    invariant.check(linears)
+    own = [linear for linear in linears if linear.choice is not None and [*linear.choice.serving()] == [INVARIANT]]
+    if own:
+        check_counts(operations, min(own, key=lambda linear: linear.in_features * linear.out_features))
+    if len(own) == len(linears):
+        log.info("deterministic: linear layers use %s for any number of rows", INVARIANT)
+        return operations
+    invariant = InvariantOperations(operations, rows, activate, cap, experts)
+    invariant.check(linear for linear in linears if linear not in own)
     for kind in kinds:
         tile = "any number of rows" if kind.is_invariant else f"every tile of {rows} rows"
         log.info("deterministic: linear %s uses %s for %s", kind.name, kind.kernel_for(rows), tile)
     return invariant
+
+
+def check_counts(operations: Operations, linear: Linear) -> None:
+    """Compute one layer with various numbers of rows, whose tiles differ.
+
+    :raises ModelError: if a row's bits depend on the number of rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, linear.in_features, generator=generator).to(linear.device, linear.dtype)
+    y = operations.product(x, linear)
+    for count in (1, 17, 33, 65):
+        different = int((operations.product(x[-count:].contiguous(), linear) != y[-count:]).sum())
+        if different:
+            raise ModelError(
+                f"deterministic: needs the same bits from {INVARIANT} for any number of rows, got {different} others for {count} "
+                f"of 300 rows of {linear.in_features}x{linear.out_features} in {x.dtype} on {x.device}"
+            )

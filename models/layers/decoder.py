@@ -184,11 +184,13 @@ def operations_for(
     kernels: LinearKernels | None = None,
     experts: ExpertsOptions | None = None,
     halves: Sequence[int] = (),
+    invariant: bool = False,
 ) -> Operations:
     """Return the operations of the device: fused kernels on a GPU with Triton, C code on a CPU with a compiler, else torch.
 
     inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, from `rope_tables`. kernels, experts: kernels for
-    linear layers and for MoE layers; None means Headway's own. halves: see `ropes_of`.
+    linear layers and for MoE layers; None means Headway's own. halves: see `ropes_of`. invariant: True if a GPU's layers of
+    experts must compute a token's result regardless of the other tokens.
     """
     if inv_freq.device.type == "cpu":
         return _on_cpu(inv_freq, factors, experts, halves)
@@ -198,7 +200,7 @@ def operations_for(
         from headway.kernels.step.fused import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
         return TorchOperations(inv_freq, factors, experts, halves)
-    return Fused(inv_freq, factors, kernels, experts, halves)
+    return Fused(inv_freq, factors, kernels, experts, halves, invariant)
 
 
 def _on_cpu(inv_freq: Tensor, factors: Tensor, experts: ExpertsOptions | None, halves: Sequence[int]) -> Operations:
@@ -367,7 +369,7 @@ class Decoder:
         whole layers."""
         inv_freq, factors = rope_tables(self.config.ropes, self.device)
         halves = [len(rope.inv_freq) for rope in self.config.ropes]
-        operations = operations_for(inv_freq, factors, self._kernels, experts, halves)
+        operations = operations_for(inv_freq, factors, self._kernels, experts, halves, bool(self._invariance))
         if self._invariance:
             operations = invariant_operations(operations, self._linears, self.device, experts)
         plain = ranks.size == 1 and self.layer_inputs is None

@@ -32,7 +32,7 @@ from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.gpu_kernels import round_rows
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.tile_kernels import Tiles
+from headway.kernels.linear.tile_kernels import InvariantTiles, Tiles
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.runtime.vllm_library import find_library
@@ -126,6 +126,26 @@ def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dty
     for before in (y, torch.zeros_like(y)):
         found = tiles.compute(x, read, add_to=before.clone())
         assert float((found.double() - exact - before.double()).norm() / exact.norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "shape", [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 12288), (24576, 4096), (250, 576)]
+)
+def test_any_number_of_rows_gives_the_same_bits(shape: tuple[int, int], gated: bool, dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, device="cuda").to(dtype) * 0.02
+    linear = Linear(weight, torch.randn(shape[0], device="cuda").to(dtype))
+    x = torch.randn(5000, shape[1], device="cuda").to(dtype)
+    compute = partial(InvariantTiles(linear.spec()).compute, weight=Operand.of(linear.weight, linear.bias))
+    around = {"gated": True, "activation": "silu"} if gated else {}
+    whole = compute(x, **around)
+    exact = x.float() @ weight.float().T + linear.bias.float()
+    if gated:
+        exact = torch.nn.functional.silu(exact[:, : shape[0] // 2]) * exact[:, shape[0] // 2 :]
+    assert float((whole.float() - exact).norm() / exact.norm()) < TOLERANCE[dtype]
+    for rows in (1, 2, 15, 16, 17, 40, 64, 65, 128, 129, 300, 1000, 4999):
+        assert torch.equal(compute(x[-rows:].contiguous(), **around), whole[-rows:]), rows
 
 
 def decoder(name: str, folder: Path, dtype: torch.dtype) -> Decoder:

@@ -168,6 +168,29 @@ def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: p
         assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
 
 
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize(("out", "columns"), [(64, 192), (70, 200)])
+@pytest.mark.parametrize("rows", [1, 20, 150])
+def test_products_with_any_number_of_rows(
+    rows: int, out: int, columns: int, segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain, gated and added, with biases; of widths that tiles do not divide, and with one program for all segments of K."""
+    monkeypatch.setattr(tile_kernels, "BUSY", 0.25 if segments == 1 else 100)
+    monkeypatch.setattr(tile_kernels, "_BLOCK_ROWS", 64)
+    seed, x = torch.seed(), torch.randn(rows, columns).bfloat16()
+    weight, bias = torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16()
+    read, both = Operand.of(weight, bias), x.double() @ weight.double().T + bias.double()
+    residual = torch.randn(rows, 2 * out).bfloat16()
+    expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
+    tile_kernels.invariant_tiling.cache_clear()
+    tiles = tile_kernels.InvariantTiles(spec_of(weight, torch.bfloat16, torch.device("cpu")))
+    compute = tiles.compute
+    found = compute(x, read), compute(x, read, gated=True, activation="silu"), compute(x, read, add_to=residual)
+    tile_kernels.invariant_tiling.cache_clear()
+    for got, right in zip(found, expected, strict=True):
+        assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
+
+
 @pytest.mark.slow
 def test_a_row_does_not_know_the_others() -> None:
     """Of two numbers of rows that are cut alike, in every bit."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 try:
-    from headway.kernels.linear.tile_kernels import ProductTiling, swapped_tiling_for, tiling_for
+    from headway.kernels.linear.tile_kernels import ProductTiling, invariant_tiling, swapped_tiling_for, tiling_for
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 
@@ -57,3 +57,12 @@ def test_tiles_cover_the_product_exactly(rows: int, n: int, k: int, multiprocess
 def test_tiles_of_the_weights_rows_fill_the_gpu(rows: int, shape: tuple[int, int], tiling: tuple[int, int] | None) -> None:
     found = swapped_tiling_for(rows, *shape, H200)
     assert (found and (found.splits, shape[0] // found.block_n * found.splits)) == tiling
+
+
+@given(st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 20000), st.booleans(), st.integers(1, 200))
+def test_segments_depend_on_the_weight_alone(rows: int, out: int, columns: int, gated: bool, multiprocessors: int) -> None:
+    one, many = (invariant_tiling(count, out, columns, gated, multiprocessors, 100_000) for count in (1, rows))
+    assert one.segments == many.segments
+    assert many.splits in (1, many.segments)
+    assert many.segments == 1 or columns % (many.segments * many.block_k) == 0
+    assert many.stages * 2 * many.block_k * (many.block_m + many.block_n * (2 if gated else 1)) <= 100_000 or many.stages == 2
