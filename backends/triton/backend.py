@@ -18,7 +18,7 @@ from headway.backends.triton.layer import KernelSetup, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
-from headway.core.contract.errors import BackendError
+from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout, LayerCache
@@ -56,7 +56,7 @@ class TritonAttention(AttentionBackend):
         dense_prefill=True,
         non_causal=True,
         reads_live_slots=True,
-        invariance=Invariance.BATCH,
+        invariance=Invariance.PHASE,
     )
     graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {
@@ -85,8 +85,13 @@ class TritonAttention(AttentionBackend):
         )
         decode = LatentDecode if setup.layer.value_first else Decode
         splits, extend_splits = (count_of(self.name, options, name) for name in ("num_splits", "extend_splits"))
+        if spec.invariance >= Invariance.PHASE and (splits or extend_splits):
+            name = "num_splits" if splits else "extend_splits"
+            raise ConfigError(f"--attn-opt {self.name}.{name}", "no splits, in deterministic mode full", splits or extend_splits)
         self.decode_kernels = decode(setup, splits)
         self.prefill_kernels = Prefill(setup, extend_splits)
+        self._one_kernel = spec.invariance >= Invariance.PHASE
+        """True if decode runs on the kernel of prompts, with the same tiles, so that the phase changes no bit."""
 
     @classmethod
     def available(cls) -> Support:
@@ -129,8 +134,9 @@ class TritonAttention(AttentionBackend):
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
         """Return the plan for all layers. With HEADWAY_DEBUG=1, negative block numbers raise an error here, and block numbers
         that are too large raise one at the launch."""
+        decodes = metadata.phase is Phase.DECODE and not self._one_kernel
         plan: DecodePlan | PrefillPlan
-        plan = self.decode_kernels.plan(metadata) if metadata.phase is Phase.DECODE else self.prefill_kernels.plan(metadata)
+        plan = self.decode_kernels.plan(metadata) if decodes else self.prefill_kernels.plan(metadata)
         if self._debug:
             _check_table(metadata, None)
             plan = replace(plan, checked=metadata)
@@ -140,9 +146,10 @@ class TritonAttention(AttentionBackend):
         """Return the plan for a capture, with tile sizes for contexts of at most GRAPH_CONTEXT."""
         return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
 
-    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Split the sequences into chunks for the current lengths on the device."""
-        self.decode_kernels.split_again(plan, metadata.kv_lens)
+    def plan_for_replay(self, plan: DecodePlan | PrefillPlan, metadata: AttentionMetadata) -> None:
+        """Split the sequences into chunks for the current lengths on the device. The kernel of prompts reads the lengths."""
+        if isinstance(plan, DecodePlan):
+            self.decode_kernels.split_again(plan, metadata.kv_lens)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
@@ -150,9 +157,14 @@ class TritonAttention(AttentionBackend):
         _check_plan(plan, cache)
         self.prefill_kernels.run(q, k, v, cache, plan, out, lse)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
+    def decode(
+        self, q: Tensor, cache: LayerCache, plan: DecodePlan | PrefillPlan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
         _check_plan(plan, cache)
-        self.decode_kernels.run(q, cache, plan, out, lse)
+        if isinstance(plan, PrefillPlan):
+            self.prefill_kernels.run(q, q, q, cache, plan, out, lse)  # reads keys and values from the cache
+        else:
+            self.decode_kernels.run(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         _check_plan(plan, cache)

@@ -65,6 +65,12 @@ class PrefillConfig:
     flops_per_us: float = 5.0e8
     """Throughput of all SMs together with one program per SM, in FLOP per us."""
 
+    def for_few_rows(self) -> PrefillConfig:
+        """Return a configuration for few query rows in which a row has the same bits: each warp keeps its 16 rows."""
+        if self.block_m <= 64 or self.block_m != 16 * self.num_warps:
+            return self
+        return replace(self, block_m=64, num_warps=4)
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -16,6 +17,7 @@ from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.backends.triton.splits import RunRule, TileSchedule, schedule_tiles
 from headway.core.contract.kernel import upload
+from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -39,6 +41,7 @@ class PrefillPlan:
     rows: Tensor
     """`schedule.rows` on the device."""
     block_table: Tensor
+    seq_lens: Tensor
     config: PrefillConfig
     partial: Tensor
     """float32: partial results of programs that share the keys of a query tile. All plans of a backend share this buffer."""
@@ -79,12 +82,16 @@ class Prefill:
         block_d = max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
         config = prefill_config(self._arch, block_d, spec.dtype.itemsize, longest, spec.group_size, paged)
+        kv_lens = metadata.seq_lens_cpu.numpy()
+        if metadata.phase is Phase.DECODE:  # in deterministic mode
+            config = config.for_few_rows()
+            kv_lens = numpy.maximum(kv_lens, 1)  # a captured step also runs with longer sequences
         if dense and metadata.num_prefill_tokens <= FEW_TOKENS:
             config = replace(config, tma=False)
         rule = self._rule(config)
         schedule = schedule_tiles(
             metadata.query_start_loc_cpu.numpy(),
-            metadata.seq_lens_cpu.numpy(),
+            kv_lens,
             spec.group_size,
             config.block_m,
             config.block_n,
@@ -99,6 +106,7 @@ class Prefill:
             schedule=schedule,
             rows=upload(torch.from_numpy(schedule.rows), metadata.seq_lens.device),
             block_table=metadata.block_table,
+            seq_lens=metadata.seq_lens,
             config=config,
             partial=floats,
             lse=floats[results * self._layer.block_dv :],
@@ -182,6 +190,7 @@ class Prefill:
             plan.partial,
             plan.lse,
             plan.block_table,
+            plan.seq_lens,
             self._layer.slopes,
             self._layer.sinks,
             *self._scalars,
@@ -237,6 +246,7 @@ class Prefill:
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
             "SPLIT": plan.schedule.slots > 0,
+            "ONE_PATH": self._spec.invariance >= Invariance.PHASE,
             "PDL": self._pdl,
         }
         return _Variant(tma, strides, constants)

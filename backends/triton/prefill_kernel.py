@@ -161,7 +161,8 @@ def fold_keys(
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride", "sums_stride_head"], do_not_specialize_on_alignment=["table_ptr", "sums_ptr"]
+    do_not_specialize=["window", "table_stride", "sums_stride_head"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "sums_ptr"],
 )
 def varlen_attention(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
@@ -175,6 +176,7 @@ def varlen_attention(
     partial_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M]
     table_ptr,  # int32 [num_seqs, max_blocks]
+    lens_ptr,  # int32 [num_seqs]: lengths of the sequences (ONE_PATH)
     slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads]: log2(e) * sink
     score_scale,
@@ -227,6 +229,8 @@ def varlen_attention(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,  # programs may share a tile's keys
+    ONE_PATH: tl.constexpr,  # every tile of keys is masked: a row's bits then do not depend on the other rows of its tile; the
+    # keys are those of the lengths in lens_ptr, so that a captured decode serves other lengths
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
     """Attend to a run of keys. Grid (NUM_KV_HEADS, programs). Row r is token r // GROUP, head r % GROUP of the kv head."""
@@ -242,6 +246,14 @@ def varlen_attention(
     begin = tl.load(tile + 5) * BLOCK_N  # stored as a number of tiles, so that the compiler sees a multiple
     end = tl.load(tile + 6)
     slot = tl.load(tile + 7)
+    if ONE_PATH:
+        kv_len = tl.load(lens_ptr + seq)
+        begin = 0
+        end = kv_len
+        if CAUSAL:
+            end = tl.minimum(kv_len - query_len + (first_row + BLOCK_M - 1) // GROUP + 1, kv_len)
+            if HAS_WINDOW:
+                begin = tl.maximum(kv_len - query_len + first_row // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
     context = kv_len - query_len
 
     row = first_row + tl.arange(0, BLOCK_M)
@@ -272,6 +284,8 @@ def varlen_attention(
         newest = tl.zeros([BLOCK_M], tl.int32) + (kv_len - 1)
         unmasked = kv_len
     full_end = tl.maximum(tl.minimum(unmasked // BLOCK_N * BLOCK_N, end), begin)
+    if ONE_PATH:
+        full_end = begin
     if HAS_WINDOW:
         last = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
         full_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
@@ -307,6 +321,8 @@ def varlen_attention(
     if HAS_SOFTCAP or HAS_ALIBI:
         score_scale = 1.0
     m = m * score_scale
+    if ONE_PATH:
+        m = tl.where(l > 0, m, 0.0)  # a captured decode may have sequences without keys
     dv = tl.arange(0, BLOCK_DV)
     if not SPLIT or slot < 0:
         result = normalise(
