@@ -95,12 +95,26 @@ def tiled_product(
         n = n[None, :]
         y_at = y_ptr + r.to(tl.int64)[:, None] * N + n
     if PDL:
+        if WIDTH <= 16:  # the weight does not depend on the previous kernel
+            _prefetch(weight_ptr, kept, split * (K // BLOCK_K // SEGMENTS), N, K, BLOCK_K, K // BLOCK_K // SPLITS, GATED)
         gdc_wait()
         gdc_launch_dependents()
     gate = tl.zeros((HEIGHT, WIDTH), tl.float32)
     up = tl.zeros((HEIGHT, WIDTH), tl.float32)
     if SPLITS == SEGMENTS:
         gate, up = _segment(x_at, gate_at, gate, up, split, r < rows, k, N, K, BLOCK_K, SEGMENTS, STAGES, SWAPPED, GATED, DOT)
+    elif HEIGHT * WIDTH <= 4096:
+        # One loop without a pause between segments. Adding 0 changes no bit.
+        CHUNKS: tl.constexpr = K // BLOCK_K
+        own, own_up = tl.zeros((HEIGHT, WIDTH), tl.float32), tl.zeros((HEIGHT, WIDTH), tl.float32)
+        for c in tl.range(0, CHUNKS, num_stages=STAGES):
+            own, own_up = _chunk(x_at, gate_at, own, own_up, c, r < rows, k, N, K, BLOCK_K, SWAPPED, GATED, DOT)
+            ends = (c + 1) % (CHUNKS // SEGMENTS) == 0
+            gate += tl.where(ends, own, 0.0)
+            own = tl.where(ends, 0.0, own)
+            if GATED:
+                up += tl.where(ends, own_up, 0.0)
+                own_up = tl.where(ends, 0.0, own_up)
     else:
         for segment in tl.range(SEGMENTS):
             own, own_up = tl.zeros((HEIGHT, WIDTH), tl.float32), tl.zeros((HEIGHT, WIDTH), tl.float32)
@@ -137,6 +151,19 @@ def tiled_product(
 
 
 @triton.jit
+def _prefetch(weight_ptr, n, first, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr,
+              GATED: tl.constexpr):  # fmt: skip
+    """Bring up to 16 chunks of rows n of the weight into the L2 cache, from chunk `first` on."""
+    COUNT: tl.constexpr = 16 if CHUNKS >= 16 else triton.next_power_of_2(CHUNKS + 1) // 2 if CHUNKS > 1 else 1
+    chunk = first + tl.arange(0, COUNT)
+    at = weight_ptr + n.to(tl.int64)[:, None] * K + chunk[None, :] * BLOCK_K
+    for part in tl.static_range(2 if GATED else 1):
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at + part * N * K], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _segment(x_at, gate_at, gate, up, segment, inside, k, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
              SEGMENTS: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
              DOT: tl.constexpr):  # fmt: skip
@@ -144,20 +171,28 @@ def _segment(x_at, gate_at, gate, up, segment, inside, k, N: tl.constexpr, K: tl
     last row of x."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SEGMENTS
     for c in tl.range(segment * CHUNKS, (segment + 1) * CHUNKS, num_stages=STAGES):
-        start = c * BLOCK_K
+        gate, up = _chunk(x_at, gate_at, gate, up, c, inside, k, N, K, BLOCK_K, SWAPPED, GATED, DOT)
+    return gate, up
+
+
+@triton.jit
+def _chunk(x_at, gate_at, gate, up, c, inside, k, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
+           GATED: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+    """Add the products over chunk c of K to `gate` and `up`."""
+    start = c * BLOCK_K
+    if K % BLOCK_K == 0:
+        x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
+        w = tl.load(gate_at + start)
+    else:
+        x = tl.load(x_at + start, mask=inside[:, None] & (start + k < K)[None, :], other=0.0)
+        w = tl.load(gate_at + start, mask=(start + k < K)[None, :], other=0.0)
+    gate = _multiplied(x.to(DOT), w.to(DOT), gate, SWAPPED)
+    if GATED:
         if K % BLOCK_K == 0:
-            x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
-            w = tl.load(gate_at + start)
+            w = tl.load(gate_at + (N * K + start))
         else:
-            x = tl.load(x_at + start, mask=inside[:, None] & (start + k < K)[None, :], other=0.0)
-            w = tl.load(gate_at + start, mask=(start + k < K)[None, :], other=0.0)
-        gate = _multiplied(x.to(DOT), w.to(DOT), gate, SWAPPED)
-        if GATED:
-            if K % BLOCK_K == 0:
-                w = tl.load(gate_at + (N * K + start))
-            else:
-                w = tl.load(gate_at + (N * K + start), mask=(start + k < K)[None, :], other=0.0)
-            up = _multiplied(x.to(DOT), w.to(DOT), up, SWAPPED)
+            w = tl.load(gate_at + (N * K + start), mask=(start + k < K)[None, :], other=0.0)
+        up = _multiplied(x.to(DOT), w.to(DOT), up, SWAPPED)
     return gate, up
 
 
@@ -268,13 +303,18 @@ def invariant_tiling(
     chunks, tiles_n = triton.cdiv(in_features, _BLOCK_K), triton.cdiv(out_features, _BLOCK_N)
     divisors = [count for count in range(1, _SEGMENTS + 1) if chunks % count == 0 and in_features % _BLOCK_K == 0] or [1]
     segments = next((count for count in divisors if tiles_n * count >= BUSY * multiprocessors), divisors[-1])
-    block_m = min(max(triton.next_power_of_2(rows), 16), _BLOCK_ROWS)
-    block_n, splits, group, warps = _BLOCK_N, segments, 1, _WARPS
-    if rows > _BLOCK_ROWS:
-        if not (gated and segments > 1):  # registers hold four sums of each element
-            block_n = 2 * _BLOCK_N
-        tiles = triton.cdiv(out_features, block_n) * triton.cdiv(rows, block_m)
-        splits, group, warps = segments if 2 * tiles <= multiprocessors else 1, 8, 2 * _WARPS
+    few = BUSY * multiprocessors
+    block_m, block_n, splits, group, warps = 16, _BLOCK_N, 1, 1, _WARPS
+    if rows <= block_m:
+        splits = segments
+    else:
+        fitting = [each for each in (_BLOCK_ROWS, 64, 32) if each < 2 * rows and tiles_n * triton.cdiv(rows, each) >= few]
+        block_m = fitting[0] if fitting else block_m
+        group = 8
+        if block_m == _BLOCK_ROWS:
+            warps = 2 * _WARPS
+            # registers hold two sums of each element, and four if there are several segments and the layer is gated
+            block_n = _BLOCK_N if gated and segments > 1 else 2 * _BLOCK_N
     stage = 2 * _BLOCK_K * (block_m + (2 * block_n if gated else block_n))
     stages = max(2, min(6 if block_m <= 64 else 4, (memory - 4096) // stage))
     return ProductTiling(block_n, splits, _BLOCK_K, stages, block_m, True, segments, group, warps)
