@@ -95,8 +95,6 @@ def tiled_product(
         n = n[None, :]
         y_at = y_ptr + r.to(tl.int64)[:, None] * N + n
     if PDL:
-        if WIDTH <= 16:  # the weight does not depend on the previous kernel
-            _prefetch(weight_ptr, kept, split * (K // BLOCK_K // SEGMENTS), N, K, BLOCK_K, K // BLOCK_K // SPLITS, GATED)
         gdc_wait()
         gdc_launch_dependents()
     gate = tl.zeros((HEIGHT, WIDTH), tl.float32)
@@ -148,19 +146,6 @@ def tiled_product(
                     up += tl.load(part + SIZE, mask=live, other=0.0, cache_modifier=".cg")
             _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ACTIVATION, ADD, BIAS)
             tl.store(arrivals_ptr + tile, 0)
-
-
-@triton.jit
-def _prefetch(weight_ptr, n, first, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr,
-              GATED: tl.constexpr):  # fmt: skip
-    """Bring up to 16 chunks of rows n of the weight into the L2 cache, from chunk `first` on."""
-    COUNT: tl.constexpr = 16 if CHUNKS >= 16 else triton.next_power_of_2(CHUNKS + 1) // 2 if CHUNKS > 1 else 1
-    chunk = first + tl.arange(0, COUNT)
-    at = weight_ptr + n.to(tl.int64)[:, None] * K + chunk[None, :] * BLOCK_K
-    for part in tl.static_range(2 if GATED else 1):
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at + part * N * K], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
