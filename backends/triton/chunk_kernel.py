@@ -36,6 +36,7 @@ def cut_sequences(
     BLOCK_N: tl.constexpr,  # keys per tile
     HAS_WINDOW: tl.constexpr,
     EVEN: tl.constexpr,  # the split of a sequence depends only on its own length
+    LEAST: tl.constexpr,  # minimum number of tiles of a chunk
     FENCED: tl.constexpr,  # decode reads the chunks before it waits for earlier kernels
 ):
     """Write the chunk tables. Grid (cdiv(max_chunks, CHUNKS),). Each program computes the whole split, and writes CHUNKS rows of
@@ -62,7 +63,7 @@ def cut_sequences(
         if tl.sum(tl.where(live, wanted, 0)) > max_chunks:  # many short, few long sequences: now at most 1.5 chunks each
             wanted = tl.maximum((tiles.to(tl.float32) / (2 * share) + 0.5).to(tl.int32), 1)
         each = tl.cdiv(tiles, wanted)
-    each = tl.maximum(each, 1)
+    each = tl.maximum(each, LEAST)
     counts = tl.cdiv(tiles, each)
     ends = tl.cumsum(counts, 0)
     if tl.program_id(0) == 0:
@@ -126,6 +127,8 @@ class Chunks:
     window: int | None
     even: bool
     """True if every sequence is split into `splits` chunks."""
+    least: int = 1
+    """Minimum number of tiles of a chunk."""
     table: Tensor = field(init=False)
     """int32 [max_chunks, CHUNK_FIELDS]: description of each chunk."""
     seqs: Tensor = field(init=False)
@@ -161,6 +164,7 @@ class Chunks:
             "BLOCK_N": self.block_n,
             "HAS_WINDOW": self.window is not None,
             "EVEN": self.even,
+            "LEAST": self.least,
             "FENCED": launches_early(self.seq_lens.device),
         }
         key, grid = tuple(constants.values()), (triton.cdiv(most, width), 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-INVARIANT_SPLITS = 16
+INVARIANT_SPLITS, INVARIANT_KEYS = 16, 128
 """Number of splits of every sequence in batch-invariant mode. With this number, one sequence with 8 kv heads nearly fills 132
 SMs. Programs of splits without keys end immediately."""
 

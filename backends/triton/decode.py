@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.triton.chunk_kernel import Chunks, cut_sequences, max_chunk_count
-from headway.backends.triton.configs import INVARIANT_SPLITS, DecodeConfig, decode_configs
+from headway.backends.triton.configs import INVARIANT_KEYS, INVARIANT_SPLITS, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
 from headway.backends.triton.merge_kernel import merge_chunks
@@ -92,7 +92,9 @@ class Decode:
         self._spec = spec
         self._layer = layer
         self.multiprocessors = setup.multiprocessors
-        self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
+        by_length = spec.batch_invariant and num_splits is None
+        self._num_splits = INVARIANT_SPLITS if by_length else num_splits
+        self._least_keys = INVARIANT_KEYS if by_length else 1
         self._block_size = block_size
         self._scaled = layout.has_scales
         block_d, split = max(layer.block_d, layer.block_dv), layout.x(spec.cache_dtype) > 1
@@ -149,7 +151,8 @@ class Decode:
         config, splits = self.choose(metadata.kv_lens, metadata.max_query_len)
         items, window = self._spec.num_kv_heads * tiles_m, self._spec.sliding_window
         even = self.splits_evenly(metadata.num_seqs * items, splits)
-        chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even)
+        least = -(-self._least_keys // config.block_n)
+        chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even, least)
         results = len(chunks.table) * items * rows if chunks.split else 0
         floats = self.workspace.floats(results * (self._layer.block_dv + 1))
         plan = DecodePlan(

@@ -177,6 +177,7 @@ def test_products_with_any_number_of_rows(
     """Plain, gated and added, with biases; of widths that tiles do not divide, and with one program for all segments of K."""
     monkeypatch.setattr(tile_kernels, "BUSY", 0.25 if segments == 1 else 100)
     monkeypatch.setattr(tile_kernels, "_BLOCK_ROWS", 64)
+    monkeypatch.setattr(tile_kernels, "_SEGMENT", 64)
     seed, x = torch.seed(), torch.randn(rows, columns).bfloat16()
     weight, bias = torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16()
     read, both = Operand.of(weight, bias), x.double() @ weight.double().T + bias.double()
@@ -184,6 +185,9 @@ def test_products_with_any_number_of_rows(
     expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
     tile_kernels.invariant_tiling.cache_clear()
     tiles = tile_kernels.InvariantTiles(spec_of(weight, torch.bfloat16, torch.device("cpu")))
+    assert tile_kernels.invariant_tiling(rows, 2 * out, columns, False, 4, 100_000).segments == (
+        segments if columns == 192 else 1
+    )
     compute = tiles.compute
     found = compute(x, read), compute(x, read, gated=True, activation="silu"), compute(x, read, add_to=residual)
     tile_kernels.invariant_tiling.cache_clear()
