@@ -11,7 +11,7 @@ from typing import Any, Final
 
 BLOCK_MULTIPLE: Final = 8
 """Common divisor of all block sizes that an engine accepts."""
-OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
+OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks", "rule")
 """Optional features of a layer: fields that are None in plain causal attention."""
 
 
