@@ -21,13 +21,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from headway.backends.options import Options
 from headway.backends.sdpa_in_tiles import attend_in_tiles
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
+from headway.core.contract.capabilities import ALL_PHASES, FEATURES, RULE_FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
 
+_SCORES = 1 << 24
+"""Maximum number of float32 scores of a layer with a rule in memory at a time (64 MiB), unless one query has more."""
 _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -85,6 +88,8 @@ class DenseGroup:
     """True if the call must apply a causal mask (query_len = kv_len, no bias)."""
     run: ContiguousBlocks | None = None
     """Description of `slots` as evenly spaced blocks. None if the blocks are not evenly spaced."""
+    positions: Tensor | None = None
+    """int64 [count, query_len]: positions of the queries, for a layer with a rule. None for other layers."""
     keyless: Tensor | None = None
     """bool [count * query_len]: True for queries before the first key, which see no key. None if there are none."""
 
@@ -106,7 +111,7 @@ class SDPA(AttentionBackend):
         devices=("cpu", "cuda"),
         v_head_dims=None,
         value_in_key=True,
-        features=FEATURES,
+        features=FEATURES | RULE_FEATURES,
         dense_prefill=True,
         non_causal=True,
         exact_host_lengths=True,  # gathers and masks with the host's lengths
@@ -127,6 +132,14 @@ class SDPA(AttentionBackend):
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        found = super().supports(spec, layout, block_size, phase)
+        if spec.invariance > Invariance.BATCH and "rule.blocks" in spec.features:
+            need = "scores whose rounding may change the choice of blocks: deterministic_level batch"
+            return found & Support.no("rule.blocks", need, spec.invariance.name.lower())
+        return found
 
     @property
     def _in_tiles(self) -> bool:
@@ -172,7 +185,8 @@ class SDPA(AttentionBackend):
             return DenseGroup(tokens, count, query_len, None, None, causal=self.spec.causal and query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
         every_key_seen = query_len == 1 and plain and equal
-        bias = None if every_key_seen or self._in_tiles else self._bias(kv_lens, query_len, longest).to(device)
+        ruled = self.spec.rule is not None
+        bias = None if every_key_seen or self._in_tiles or ruled else self._bias(kv_lens, query_len, longest).to(device)
         run = None
         if slots is not None and not self.spec.batch_invariant and equal:
             blocks = -(-longest // metadata.block_size)
@@ -180,7 +194,8 @@ class SDPA(AttentionBackend):
         keyless = None
         if query_len > int(kv_lens.min()):  # `AttentionMetadata.build` refuses such lengths
             keyless = torch.from_numpy((kv_lens[:, None] - query_len + numpy.arange(query_len) < 0).reshape(-1)).to(device)
-        return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run, keyless=keyless)
+        positions = torch.from_numpy(kv_lens[:, None] - query_len + numpy.arange(query_len)).to(device) if ruled else None
+        return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run, positions=positions, keyless=keyless)
 
     def _bias(self, kv_lens: NDArray[numpy.int32], query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
@@ -255,6 +270,9 @@ class SDPA(AttentionBackend):
             return
         if self.spec.batch_invariant:  # a copy has an aligned address, independent of the sequence's position in the step
             rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
+        if group.positions is not None:
+            out[group.tokens] = self._attend_by_rule(rows, keys, values, group.positions, group.tokens, lse)
+            return
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
         folded = group.query_len == 1 and self.spec.group_size > 1
         if not folded:
@@ -286,6 +304,21 @@ class SDPA(AttentionBackend):
         if lse is not None and group.keyless is not None and self.spec.sinks is None:
             lse[:, group.tokens] = lse[:, group.tokens].masked_fill(group.keyless, -torch.inf)
 
+    def _attend_by_rule(
+        self, rows: Tensor, keys: Tensor, values: Tensor, positions: Tensor, tokens: slice, lse: Tensor | None
+    ) -> Tensor:
+        """Return the attention of a layer with a rule, [tokens, num_heads, v_head_dim], in parts of at most _SCORES scores."""
+        count, query_len = positions.shape
+        queries, (keys, values) = rows.unflatten(0, (count, query_len)), (each.transpose(1, 2) for each in (keys, values))
+        step = max(1, _SCORES // (count * self.spec.num_heads * keys.shape[2]))
+        parts = []
+        for start in range(0, query_len, step):
+            part = slice(start, start + step)
+            parts.append(_explicit_attention(queries[:, part].transpose(1, 2), keys, values, None, self.spec, positions[:, part]))
+        if lse is not None:
+            lse[:, tokens] = torch.cat([sums for _, sums in parts], 2).transpose(0, 1).flatten(1)
+        return torch.cat([result for result, _ in parts], 2).transpose(1, 2).flatten(0, 1)
+
     def allowed_kernels(self) -> AbstractContextManager[None]:
         """Return a context in which torch may select the kernels that this backend uses."""
         return nullcontext() if self._shape_bound or not self.on_gpu else sdpa_kernel(_ANY_SHAPE)
@@ -307,16 +340,22 @@ class SDPAMath(SDPA):
 
 
 def _explicit(spec: AttentionSpec) -> bool:
-    """Return whether torch's SDPA cannot compute a layer. SDPA supports neither a soft cap nor sinks, and q's dtype is not
-    precise enough for ALiBi biases."""
-    return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
+    """Return whether torch's SDPA cannot compute a layer. SDPA supports neither a rule, a soft cap nor sinks, and q's dtype is
+    not precise enough for ALiBi biases."""
+    imprecise = spec.alibi_slopes is not None and spec.dtype != torch.float32
+    return imprecise or not spec.features.isdisjoint({"softcap", "sinks", "rule"})
 
 
-def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return softmax(softcap(q k^T scale) + bias) v computed in float32, and the logarithm of each softmax denominator.
 
     q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]
-    Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len].
+    positions: int64 [n, query_len]: positions of the queries, by which ALiBi, masks and the rule are applied instead of `bias`.
+    None for a layer without a rule.
+    Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len]. With a rule, rows that see no
+    key have zeros and -inf.
     """
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))
@@ -325,11 +364,38 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if bias is not None:
         scores = scores + bias
+    gate = None
+    if positions is not None:
+        scores, gate = _changed_by_rule(q, k, scores, positions, spec)
     if spec.sinks is not None:  # one extra logit per row, whose weight is removed again; folded heads are rows here
         sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, sinks.expand((*scores.shape[:3], 1))], -1)
-        return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype), scores.logsumexp(-1)
-    return (scores.softmax(-1) @ values).to(q.dtype), scores.logsumexp(-1)
+    sums = scores.logsumexp(-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    if positions is not None:
+        weights = weights.masked_fill(sums[..., None] == -torch.inf, 0.0)
+    return ((weights if gate is None else weights * gate) @ values).to(q.dtype), sums
+
+
+def _changed_by_rule(
+    q: Tensor, k: Tensor, scores: Tensor, positions: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of a layer with a rule, -inf for keys that are not seen, and the factors of its gate, or None.
+
+    q, k, positions: as in `_explicit_attention`. scores: [n, heads, query_len, kv_len].
+    """
+    rule, kv_len = spec.rule, k.shape[2]
+    assert rule is not None
+    q_pos, k_pos = positions[:, None, :, None], torch.arange(kv_len, device=q.device)
+    if spec.alibi_slopes is not None:
+        scores = scores + alibi(q_pos[:, 0], k_pos, spec).transpose(0, 1)
+    head = torch.arange(spec.num_heads, device=q.device)[:, None, None]
+    scores, gate = rule.changed(scores, q_pos, k_pos, head)
+    seen = visible(q_pos, k_pos, spec)
+    if "blocks" in rule.parts:
+        rows = zip(q.transpose(1, 2), k.transpose(1, 2), positions[:, 0].tolist(), strict=True)
+        seen = seen & torch.stack([rule.seen_blocks(queries, keys, first) for queries, keys, first in rows])
+    return scores.masked_fill(~seen, -torch.inf), gate
 
 
 def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32]) -> Tensor:
@@ -343,10 +409,13 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32])
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
     """Return a bool mask that is True if a query sees a key. A causal query at p with window w sees keys p - w + 1 .. p. If the
-    layer is not causal, the query sees keys with |p - key| < w, or all keys without a window."""
+    layer is not causal, the query sees keys with |p - key| < w, or all keys without a window. A rule's `ahead` tokens see each
+    other; its mask is not applied."""
     distance = query_positions - key_positions
     if spec.causal:
         seen = distance >= 0
+        if spec.rule is not None and spec.rule.ahead:
+            seen |= torch.maximum(query_positions, key_positions) < spec.rule.ahead
     else:
         distance = distance.abs()
         seen = torch.ones_like(distance, dtype=torch.bool)

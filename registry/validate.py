@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from headway.core.contract.backend import API_VERSION
-from headway.core.contract.capabilities import FEATURES
+from headway.core.contract.capabilities import FEATURES, RULE_FEATURES
 from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo, ReasoningSyntax
 from headway.core.contract.errors import PluginError
 from headway.core.contract.kernel import GraphLevel, KernelInfo
@@ -256,8 +256,9 @@ def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
         if phase in claimed["phases"] and getattr(loaded, method) is getattr(base, method):
             raise PluginError(f"{where}: capabilities.phases names {phase.value}, but class {loaded.__name__} has no {method}()")
     if kind is ATTENTION:
-        unknown = ", ".join(sorted(claimed["features"] - FEATURES))
-        _need(not unknown, f"{where}: capabilities.features", f"out of {', '.join(sorted(FEATURES))}", unknown)
+        known = FEATURES | RULE_FEATURES
+        unknown = ", ".join(sorted(claimed["features"] - known))
+        _need(not unknown, f"{where}: capabilities.features", f"out of {', '.join(sorted(known))}", unknown)
         _need(_is_options(loaded.options), f"{where}: options", "a mapping of texts to texts", loaded.options)
     fused = claimed["fused"] if kind is LINEAR else frozenset[str]()
     if fused and not hasattr(loaded, "compute"):  # only Headway's own kernels have this method

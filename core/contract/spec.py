@@ -106,8 +106,11 @@ class AttentionSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """Names of the optional fields that are set: features beyond plain attention."""
-        return frozenset(name for name in OPTIONAL if getattr(self, name) is not None)
+        """Names of the optional fields that are set, and of a rule's features: features beyond plain attention."""
+        found = {name for name in OPTIONAL if getattr(self, name) is not None}
+        if self.rule is not None:
+            found |= {f"rule.{name}" for name in {"blocks"} & self.rule.parts | ({"ahead"} if self.rule.ahead else set())}
+        return frozenset(found)
 
     def __str__(self) -> str:
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
