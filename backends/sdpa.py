@@ -354,8 +354,8 @@ def _explicit_attention(
     q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]
     positions: int64 [n, query_len]: positions of the queries, by which ALiBi, masks and the rule are applied instead of `bias`.
     None for a layer without a rule.
-    Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len]. With a rule, rows that see no
-    key have zeros and -inf.
+    Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len]. With a rule, rows that see
+    no key have zeros and -inf.
     """
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))

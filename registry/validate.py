@@ -20,6 +20,7 @@ from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ALL_KINDS, ATTENTION, LINEAR, STATE, OperationKind
+from headway.core.contract.rule import AttentionRule
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.state import STATE_KINDS, StateLayout
 from headway.core.contract.weights import FORMATS
@@ -96,6 +97,7 @@ _ITEMS: Mapping[type, _Item] = {
         "{plugin}: logits processor name {name!r} is already taken: rename one of them",
         {"summary": _TEXT, "load": _CALLABLE},
     ),
+    AttentionRule: _Item("attention rule", "{plugin}: attention rule {name!r} is already registered: rename one of them", {}),
     ChatParserInfo: _Item(
         "parser",
         "{plugin}: parser of {item.reads} {name!r} is already registered: rename one of them",

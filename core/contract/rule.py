@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import CodeType, FunctionType, SimpleNamespace
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, cast, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -114,7 +114,8 @@ class AttentionRule:
         def shifted(part: str) -> Callable[..., Tensor]:
             def function(self: AttentionRule, *given: Tensor) -> Tensor:
                 *others, head, params = given
-                return getattr(kind, part)(self, *others, head + first, params)  # type: ignore[no-any-return]
+                found: Tensor = getattr(kind, part)(self, *others, head + first, params)
+                return found
 
             return function
 
@@ -122,7 +123,7 @@ class AttentionRule:
         cut = type(kind.__name__, (kind,), {**own, "name": kind.name, "__module__": kind.__module__})
         made = cut(**{each.name: value[first : first + count] if _is_per_head(each) else value for each, value in self._fields()})
         made.__dict__["_of"] = self, first, count
-        return made
+        return cast("AttentionRule", made)
 
     def params(self, head: Tensor) -> Any:
         """Return the object that the rule's functions get as `params`. head: integer tensor of this rule's query heads."""
@@ -139,7 +140,7 @@ class AttentionRule:
         return found
 
     def changed(self, scores: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scores with the rule's changes, -inf where its mask hides a key, and the factors of `gate`, or None if it has none.
+        """Return scores with the rule's changes, -inf where its mask hides a key, and the factors of `gate`, or None.
 
         This function is for backends that compute scores in torch. It does not apply causality, nor `blocks`.
         """
@@ -189,9 +190,34 @@ class AttentionRule:
         return hash(self.digest)
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.digest[:8]}"
+        return f"{self.name}@{self.digest}"
 
     __repr__ = __str__
+
+
+def rule_of(given: AttentionRule | type[AttentionRule], parameters: Mapping[str, Any]) -> AttentionRule:
+    """Return a rule with other values of its parameters. Lists become tuples or tensors, as the parameter's type requires.
+
+    given: a rule, or a class whose other parameters have defaults.
+
+    :raises ConfigError: if a parameter is unknown, or has neither a value nor a default.
+    """
+    own = {field.name: field for field in fields(given)}  # type: ignore[arg-type]
+    unknown = [name for name in parameters if name not in own]
+    if unknown:
+        raise ConfigError(f"attention rule {given.name}", f"parameters out of {', '.join(own) or 'none'}", unknown[0])
+    values = {name: getattr(given, name) for name in own} if isinstance(given, AttentionRule) else {}
+    for name, value in parameters.items():
+        listed = isinstance(value, list)
+        values[name] = tuple(value) if listed and _is_per_head(own[name]) else torch.tensor(value) if listed else value
+    kind = type(given) if isinstance(given, AttentionRule) else given
+    if isinstance(given, AttentionRule) and not parameters:
+        return given
+    try:
+        return kind(**values)
+    except TypeError as error:
+        need, hint = "values for its parameters", f"pass {given.name}(...), or give the fields defaults"
+        raise ConfigError(f"attention rule {given.name}", need, str(error).partition("() ")[2] or str(error), hint) from error
 
 
 def _is_per_head(field: Field[Any]) -> bool:
@@ -292,7 +318,7 @@ _PLACES = (
 )
 """Positions at which a rule is checked: at the edges of blocks and tiles, and far ones."""
 _TOLERANCE = 1e-4
-"""Relative difference of two calls that counts as rounding: torch's functions round differently in vectors and single elements."""
+"""Relative difference of two calls that counts as rounding: torch rounds differently in vectors and single elements."""
 
 
 def check_rule(rule: AttentionRule, num_heads: int, num_kv_heads: int, head_dim: int, longest: int) -> None:

@@ -70,8 +70,8 @@ def claims(stage: AttentionStage, cell: CheckCell) -> str:
             claimed.layouts is None or dtype.is_floating_point or any(each.dtypes.get("key") == dtype for each in claimed.layouts)
         )
         _need(holds, f"kv_dtypes has {dtype}, which no layout holds that is claimed", "one with scales among layouts: nhd_int8")
-    known = FEATURES | RULE_FEATURES
-    _need(claimed.features <= known, f"features {sorted(claimed.features)}", f"names out of {sorted(known)}")
+    features = FEATURES | RULE_FEATURES
+    _need(claimed.features <= features, f"features {sorted(claimed.features)}", f"names out of {sorted(features)}")
     _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
     registered = stage.subject.layouts.values()
     unknown = [layout.name for layout in claimed.layouts or () if layout not in registered]
