@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
-import operator
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -177,8 +176,9 @@ class AttentionRule:
         if self._shard is not None:
             return AttentionRule.for_heads, self._shard
         kind = type(self)
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file is None or "<locals>" in kind.__qualname__:
+        module: Any = sys.modules.get(kind.__module__)
+        file = getattr(module, "__file__", None)
+        if file is None or getattr(module, kind.__qualname__, None) is None:
             need, hint = "a class at the top level of a file, which other processes read", f"write it to FILE.py, as {self.name}"
             raise ConfigError(f"attention rule {self.name}", need, f"{kind.__module__}.{kind.__qualname__}", hint)
         return _again, (kind.__module__, file, kind.__qualname__, {field.name: value for field, value in self._fields()})
@@ -211,10 +211,10 @@ def rule_of(given: AttentionRule | type[AttentionRule], parameters: Mapping[str,
         listed = isinstance(value, list)
         values[name] = tuple(value) if listed and _is_per_head(own[name]) else torch.tensor(value) if listed else value
     kind = type(given) if isinstance(given, AttentionRule) else given
-    if isinstance(given, AttentionRule) and not parameters:
-        return given
     try:
-        return kind(**values)
+        made = given if isinstance(given, AttentionRule) and not parameters else kind(**values)
+        assert made.digest  # of the source as it was loaded, before the file changes
+        return made
     except TypeError as error:
         need, hint = "values for its parameters", f"pass {given.name}(...), or give the fields defaults"
         raise ConfigError(f"attention rule {given.name}", need, str(error).partition("() ")[2] or str(error), hint) from error
@@ -237,7 +237,7 @@ def _again(module: str, file: str, name: str, values: Mapping[str, Any]) -> Atte
         found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         sys.path.append(str(Path(file).parent))
         spec.loader.exec_module(found)
-    kind: Callable[..., AttentionRule] = operator.attrgetter(name)(found)
+    kind: Callable[..., AttentionRule] = getattr(found, name)
     return kind(**values)
 
 
@@ -425,30 +425,34 @@ class _CheckedRule:
         return f"q_pos={query}, k_pos={min(int(places[key]), max(query, self._rule.ahead - 1))}, head={head}"
 
     def check_blocks(self, num_kv_heads: int, head_dim: int) -> None:
-        """Check `summary` and `blocks`: the queries of block 5, together and one at a time."""
-        rule, size, before = self._rule, self._rule.block_keys, 5
+        """Check `summary` and `blocks`: queries of block 5 together and one at a time, and queries of the blocks before it."""
+        size, before = self._rule.block_keys, 5
         if size < 1:
             raise self.error("block_keys", "at least 1", str(size))
-        count = min(size, 8)
-        q, keys = (
-            torch.randn(n, heads, head_dim, generator=self._random)
-            for n, heads in ((count, self._heads), (before * size, num_kv_heads))
-        )
-        q_pos, params = torch.arange(count) + before * size, rule.params(torch.arange(self._heads)[:, None])
-        summaries = rule.summary(keys.unflatten(0, (-1, size)).transpose(1, 2))
+        shapes = (min(size, 8), self._heads, head_dim), (num_kv_heads, before, size, head_dim)
+        q, keys = (torch.randn(shape, generator=self._random) for shape in shapes)
+        q_pos, summaries = torch.arange(len(q)) + before * size, self._rule.summary(keys.transpose(0, 1))
         if summaries.shape != (before, num_kv_heads, head_dim) or not summaries.isfinite().all():
             raise self.error("summary", f"finite numbers {[before, num_kv_heads, head_dim]}", f"{list(summaries.shape)}")
-        whole = [rule.blocks(q, summaries, q_pos, params) for _ in range(2)]
-        found = whole[0]
-        shapes = [(count, heads, before) for heads in (self._heads, num_kv_heads, 1)]
-        if not isinstance(found, Tensor) or found.dtype != torch.bool or tuple(found.shape) not in shapes:
-            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise self.error("blocks", f"torch.bool {list(shapes[0])} (queries, heads, blocks)", got)
-        alone = torch.cat([rule.blocks(q[n : n + 1], summaries, q_pos[n : n + 1], params) for n in range(count)])
-        for need, other in (("the same in two calls", whole[1]), ("the same for a query alone", alone)):
+        found, again = (self._chosen(q, summaries, q_pos) for _ in range(2))
+        alone = torch.cat([self._chosen(q[n : n + 1], summaries, q_pos[n : n + 1]) for n in range(len(q))])
+        for need, other in (("the same in two calls", again), ("the same for a query alone", alone)):
             if not torch.equal(found, other):
                 row, head, block = (found != other).nonzero()[0].tolist()
                 got = f"{bool(found[row, head, block])} and {bool(other[row, head, block])}"
                 raise self.error("blocks", need, f"{got} at q_pos={q_pos[row]}, block={block}, head={head}")
-        for blocks in range(1, before):  # the first blocks of a sequence
-            rule.blocks(q, summaries[:blocks], q_pos - (before - blocks) * size, params)
+        for blocks in range(1, before):
+            self._chosen(q, summaries[:blocks], q_pos - (before - blocks) * size)
+
+    def _chosen(self, q: Tensor, summaries: Tensor, q_pos: Tensor) -> Tensor:
+        """Return the result of `blocks`."""
+        try:
+            found = self._rule.blocks(q, summaries, q_pos, self._rule.params(torch.arange(self._heads)[:, None]))
+        except Exception as error:  # any exception of a user's function
+            got = f"{type(error).__name__} at q_pos={q_pos[0]}, with {len(summaries)} blocks: {' '.join(str(error).split())}"
+            raise self.error("blocks", "no exception", got) from error
+        shapes = [(len(q), heads, len(summaries)) for heads in (self._heads, summaries.shape[1], 1)]
+        if not isinstance(found, Tensor) or found.dtype != torch.bool or tuple(found.shape) not in shapes:
+            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise self.error("blocks", f"torch.bool {list(shapes[0])} (queries, heads, blocks)", got)
+        return found

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import pickle
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway import LLM, SamplingParams
-from headway.contract import AttentionRule, PerHead, check_rule
-from rules import every_rule
+from headway.contract import AttentionRule, ConfigError, PerHead, PromptError, check_rule
+from headway.registry import create_registry, hookimpl
+from rules import DocumentTable, every_rule
 from tiny_transformers import HEADS, SIZES
 
 RULES = every_rule()
@@ -75,11 +80,13 @@ def blocks_seen(q: Tensor, k: Tensor) -> Tensor:
 def dense(name: str) -> Callable[..., tuple[Tensor, None]]:
     """transformers' attention function with a rule's formula."""
 
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
         n = q.shape[2]
         rows, keys, heads = torch.arange(n)[:, None], torch.arange(n), torch.arange(4)[:, None, None]
         scores = q[0] @ k[0].repeat_interleave(2, 0).transpose(1, 2) * scaling
-        mask, gate = None, None
+        mask = gate = None
         if name == "TopBlocks":
             mask = blocks_seen(q[0], k[0])
         elif name:
@@ -97,7 +104,7 @@ def dense(name: str) -> Callable[..., tuple[Tensor, None]]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """A folder with random weights of 32 bits, and the same model in 64."""
     folder = str(tmp_path_factory.mktemp("rules"))
     torch.manual_seed(0)
@@ -109,7 +116,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]
     for name in RULES:
         ALL_ATTENTION_FUNCTIONS.register(f"rule-{name}", dense(name))
     ALL_ATTENTION_FUNCTIONS.register("rule-", dense(""))
-    yield folder, made.double()
+    return folder, made.double()
 
 
 START = [int(each) for each in torch.randint(1, 97, (40,), generator=torch.Generator().manual_seed(5))]
@@ -149,3 +156,147 @@ def test_a_rule_equals_its_formula_with_chunks_hits_and_drafts(name: str, model:
 def test_a_rule_equals_its_formula_in_one_prompt_and_deterministically(name: str, model: tuple[str, Any]) -> None:
     folder, reference = model
     held(engine(folder, RULES[name], deterministic=True, deterministic_level="full", max_num_batched_tokens=64), reference, name)
+
+
+def test_another_formula_differs(model: tuple[str, Any]) -> None:
+    folder, reference = model
+    with pytest.raises(AssertionError):
+        held(engine(folder, RULES["Dilated"]), reference, "StreamingSinks")
+
+
+@pytest.mark.parametrize(
+    "name", ["LearnedBias", *(pytest.param(each, marks=pytest.mark.slow) for each in ("HeadWindows", "TopBlocks"))]
+)
+def test_two_ranks_apply_a_rule_to_their_own_heads(name: str, model: tuple[str, Any]) -> None:
+    folder, reference = model
+    held(engine(folder, RULES[name], tensor_parallel_size=2, num_threads=2), reference, name)
+
+
+def test_layers_choose_rules(model: tuple[str, Any]) -> None:
+    folder, _ = model
+    llm = LLM(folder, skip_tokenizer_init=True, attention_rules={"all": RULES["TanhCap"], "layers.1": RULES["Dilated"]})
+    assert [spec.rule.name for spec in llm.engine.executor.attention.specs] == ["TanhCap", "Dilated"]
+    llm = LLM(folder, skip_tokenizer_init=True, attention_rules={"layers.0-0": "tests/support/rules.py:KeyDecay"})
+    assert [spec.rule and spec.rule.name for spec in llm.engine.executor.attention.specs] == ["KeyDecay", None]
+
+
+class Slow(AttentionRule):
+    """A rule of a plugin."""
+
+    rate: PerHead = (0.1, 0.1, 0.1, 0.1)
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score - params.rate * (q_pos - k_pos)
+
+
+class Plugin:
+    @hookimpl
+    def headway_register_attention_rules(self) -> list[AttentionRule]:
+        return [Slow()]
+
+
+def test_config_json_names_a_plugins_rule_and_no_file(model: tuple[str, Any]) -> None:
+    folder, _ = model
+
+    def started(stated: object, **options: Any) -> LLM:
+        return LLM(folder, skip_tokenizer_init=True, hf_overrides={"headway_attention_rules": stated}, **options)
+
+    llm = started({"all": {"rule": "Slow", "rate": [1, 2, 3, 4]}}, plugins=[Plugin()])
+    assert llm.engine.executor.attention.specs[0].rule == Slow((1, 2, 3, 4))
+    with pytest.raises(ConfigError, match=r"if you trust its code: --attention-rule rule.py:Far"):
+        started({"all": "rule.py:Far"})
+    with pytest.raises(ConfigError, match=r"an AttentionRule, its class, FILE.py:CLASS, or a plugin's rule \(Slow\), got 'Other"):
+        started({"all": "Other"}, plugins=[Plugin()])
+    with pytest.raises(ConfigError, match="attention rule Slow: needs parameters out of rate, got rat"):
+        started({"all": {"rule": "Slow", "rat": 1}}, plugins=[Plugin()])
+
+
+def bad(part: str, function: Callable[..., Any], **attributes: Any) -> AttentionRule:
+    """A rule with one function."""
+    return type("Bad", (AttentionRule,), {part: lambda self, *given: function(*given), **attributes})()  # type: ignore[no-any-return]
+
+
+CALLS = iter(range(1 << 20))
+BAD: dict[str, tuple[AttentionRule, str]] = {
+    "shape": (bad("mask", lambda q, k, h, p: torch.ones(7) > 0), r"mask: needs a shape that broadcasts .*, got \[7\]"),
+    "dtype": (bad("score", lambda s, q, k, h, p: s.double()), "score: needs a tensor of torch.float32, got torch.float64"),
+    "no tensor": (bad("mask", lambda q, k, h, p: True), "mask: needs a tensor of torch.bool, got a bool"),
+    "nan": (
+        bad("score", lambda s, q, k, h, p: s * ((q - 16) / (q - 16))),
+        "needs a number.*, got nan at q_pos=16, k_pos=",
+    ),
+    "other keys": (bad("score", lambda s, q, k, h, p: s - s.amax(-1, True)), "for a query alone.* got .* at q_pos=.*, k_pos="),
+    "other heads": (bad("score", lambda s, q, k, h, p: s - s.mean(0, True)), "for a query alone.* got .* at q_pos=.*, head="),
+    "later keys": (bad("gate", lambda q, k, h, p: k / k.max().clamp(min=1)), "gate: needs the same for a query alone"),
+    "random": (bad("mask", lambda q, k, h, p: torch.rand(len(q), k.shape[-1]) < 0.5), "mask: needs the same in two calls, got "),
+    "state": (
+        bad("score", lambda s, q, k, h, p: s + next(CALLS)),
+        "needs the same in two calls, got .* at q_pos=0, k_pos=0",
+    ),
+    "table": (bad("score", lambda s, q, k, h, p: s + torch.ones(50)[q - k]), "IndexError at q_pos=63, k_pos=0, .*max_len states"),
+    "arguments": (bad("score", lambda s, q, k, h, p: s.mul_(2)), "score: needs arguments left as they are, got changed"),
+    "no parameter": (bad("score", lambda s, q, k, h, p: s * p.rate), "AttributeError at q_pos=0, k_pos=0, head=0: .*rate"),
+    "ahead": (bad("mask", lambda q, k, h, p: k >= 0, ahead=9), "needs ahead of at most 128, and causal = False .*, got ahead=9"),
+    "blocks": (bad("blocks", lambda q, b, t, p: torch.ones(8, 3, 5) > 0), r"blocks: needs torch.bool \[8, 4, 5\]"),
+    "other queries": (
+        bad("blocks", lambda q, b, t, p: (q > q.mean(0))[:, :, :1].expand(-1, -1, len(b))),
+        "blocks: needs the same for a query alone, got .* at q_pos=.*, block=0, head=",
+    ),
+    "few blocks": (
+        bad("blocks", lambda q, b, t, p: q.new_ones(len(q), 1, len(b)).topk(2).values.mean(2, True).expand(-1, -1, len(b)) > 0),
+        "blocks: needs no exception, got RuntimeError at q_pos=.*, with 1 blocks: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_rule_is_refused_in_one_line(fault: str) -> None:
+    rule, expected = BAD[fault]
+    with pytest.raises(ConfigError, match=expected) as raised:
+        check_rule(rule, 4, 2, 16, 128)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_start_refuses_a_bad_rule_a_short_table_and_a_rule_without_source(model: tuple[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="LearnedBias, score: needs no exception, got IndexError at q_pos=0, k_pos=0"):
+        engine(model[0], replace(RULES["LearnedBias"], table=torch.ones(2, 40)))
+    with pytest.raises(ConfigError, match="max_model_len: needs at most 64, the max_len of .* DocumentTable, got 128"):
+        engine(model[0], DocumentTable(torch.arange(64)))
+    with pytest.raises(ConfigError, match=r"Bad: needs a class in a file, .*, got Bad without source \(write it to FILE.py"):
+        engine(model[0], bad("mask", lambda q, k, h, p: k <= q))
+
+
+def test_a_number_for_each_head_is_needed() -> None:
+    with pytest.raises(ConfigError, match="CappedAlibi, slopes: needs one number for each of 8 heads, got 4 of them"):
+        check_rule(RULES["CappedAlibi"], 8, 2, 16, 128)
+
+
+def test_a_prompt_shorter_than_ahead_and_a_budget_below_it_are_refused(model: tuple[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: needs at least 20, for the first tokens that see each other"):
+        engine(model[0], RULES["PrefixLM"], max_num_batched_tokens=16)
+    with pytest.raises(PromptError, match="needs at least 20 tokens, because an attention rule .*, got 19 tokens"):
+        engine(model[0], RULES["PrefixLM"]).generate([{"prompt_token_ids": START[:19]}], GREEDY)
+
+
+def test_equal_rules_are_equal_and_reach_other_processes(tmp_path: Path) -> None:
+    file = tmp_path / "own_rule.py"
+    text = Path("tests/support/rules.py").read_text()
+    registry = create_registry(load_entry_points=False)
+
+    def loaded(changed: str) -> AttentionRule:
+        file.write_text(changed)
+        linecache.checkcache()
+        return registry.attention_rule(f"{file}:Dilated")
+
+    first = loaded(text)
+    assert first == loaded(text.replace("TanhCap", "Cap"))
+    others = [("SHARE = 3", "SHARE = 5"), ("return q_pos - k_pos\n", "return k_pos - q_pos\n"), (" < 4)", " < 5)")]
+    assert len({first, *(loaded(text.replace(old, new)) for old, new in others)}) == 4
+    again = loaded(text)
+    code = "import pickle, sys; rule = pickle.load(sys.stdin.buffer); print(rule, rule.slopes, rule.parts)"
+    sent = pickle.dumps(RULES["CappedAlibi"].for_heads(2, 2))
+    shown = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True).stdout.decode()
+    assert shown.strip() == f"{RULES['CappedAlibi'].for_heads(2, 2)} (0.1, 0.0) frozenset({{'score'}})"
+    assert pickle.loads(pickle.dumps(again)) == again
+    with pytest.raises(ConfigError, match="needs a class at the top level of a file"):
+        pickle.dumps(bad("mask", lambda q, k, h, p: k >= 0))
