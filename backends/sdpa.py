@@ -187,6 +187,8 @@ class SDPA(AttentionBackend):
         every_key_seen = query_len == 1 and plain and equal
         ruled = self.spec.rule is not None
         bias = None if every_key_seen or self._in_tiles or ruled else self._bias(kv_lens, query_len, longest).to(device)
+        if self.spec.rule is not None and self.spec.rule.ahead and not equal:  # padding, which `ahead` would let queries see
+            bias = torch.where(torch.arange(longest) < torch.from_numpy(kv_lens)[:, None, None, None], 0.0, -torch.inf).to(device)
         run = None
         if slots is not None and not self.spec.batch_invariant and equal:
             blocks = -(-longest // metadata.block_size)
@@ -271,7 +273,7 @@ class SDPA(AttentionBackend):
         if self.spec.batch_invariant:  # a copy has an aligned address, independent of the sequence's position in the step
             rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
         if group.positions is not None:
-            out[group.tokens] = self._attend_by_rule(rows, keys, values, group.positions, group.tokens, lse)
+            out[group.tokens] = self._attend_by_rule(rows, keys, values, group, lse)
             return
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
         folded = group.query_len == 1 and self.spec.group_size > 1
@@ -304,19 +306,19 @@ class SDPA(AttentionBackend):
         if lse is not None and group.keyless is not None and self.spec.sinks is None:
             lse[:, group.tokens] = lse[:, group.tokens].masked_fill(group.keyless, -torch.inf)
 
-    def _attend_by_rule(
-        self, rows: Tensor, keys: Tensor, values: Tensor, positions: Tensor, tokens: slice, lse: Tensor | None
-    ) -> Tensor:
+    def _attend_by_rule(self, rows: Tensor, keys: Tensor, values: Tensor, group: DenseGroup, lse: Tensor | None) -> Tensor:
         """Return the attention of a layer with a rule, [tokens, num_heads, v_head_dim], in parts of at most _SCORES scores."""
-        count, query_len = positions.shape
+        positions, count, query_len = group.positions, group.count, group.query_len
+        assert positions is not None
         queries, (keys, values) = rows.unflatten(0, (count, query_len)), (each.transpose(1, 2) for each in (keys, values))
         step = max(1, _SCORES // (count * self.spec.num_heads * keys.shape[2]))
         parts = []
         for start in range(0, query_len, step):
             part = slice(start, start + step)
-            parts.append(_explicit_attention(queries[:, part].transpose(1, 2), keys, values, None, self.spec, positions[:, part]))
+            of_part = queries[:, part].transpose(1, 2)
+            parts.append(_explicit_attention(of_part, keys, values, group.bias, self.spec, positions[:, part]))
         if lse is not None:
-            lse[:, tokens] = torch.cat([sums for _, sums in parts], 2).transpose(0, 1).flatten(1)
+            lse[:, group.tokens] = torch.cat([sums for _, sums in parts], 2).transpose(0, 1).flatten(1)
         return torch.cat([result for result, _ in parts], 2).transpose(1, 2).flatten(0, 1)
 
     def allowed_kernels(self) -> AbstractContextManager[None]:
@@ -352,7 +354,7 @@ def _explicit_attention(
     """Return softmax(softcap(q k^T scale) + bias) v computed in float32, and the logarithm of each softmax denominator.
 
     q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]
-    positions: int64 [n, query_len]: positions of the queries, by which ALiBi, masks and the rule are applied instead of `bias`.
+    positions: int64 [n, query_len]: positions of the queries, by which ALiBi, masks and the rule are applied before `bias`.
     None for a layer without a rule.
     Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len]. With a rule, rows that see
     no key have zeros and -inf.
@@ -362,11 +364,11 @@ def _explicit_attention(
     scores = q.float() @ keys.transpose(2, 3) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if bias is not None:
-        scores = scores + bias
     gate = None
     if positions is not None:
         scores, gate = _changed_by_rule(q, k, scores, positions, spec)
+    if bias is not None:
+        scores = scores + bias
     if spec.sinks is not None:  # one extra logit per row, whose weight is removed again; folded heads are rows here
         sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, sinks.expand((*scores.shape[:3], 1))], -1)

@@ -60,7 +60,7 @@ def _tile(
     rows: [num_kv_heads, group_size * QUERIES, head_dim]. start: position of the tile's first query. by_row: ALiBi slopes,
     sinks, and numbers of heads for a layer with a rule, as `_by_row` returns them."""
     device, window, rule, (slopes, sinks, heads) = rows.device, spec.sliding_window, spec.rule, by_row
-    ahead = 0 if rule is None or start >= rule.ahead else rule.ahead
+    ahead = 0 if rule is None or start >= rule.ahead else min(rule.ahead, kv_len)
     positions = (start + torch.arange(QUERIES, device=device)).repeat(spec.group_size)[:, None]
     place = torch.arange(KEYS, device=device)
     shape = (*rows.shape[:2], 1)

@@ -120,7 +120,7 @@ def _unseen_by_blocks(spec: AttentionSpec, q: Tensor, keys: Tensor, position: in
     """Return bool [num_heads, m]: True for keys in blocks that the query at a position does not see. q: [num_heads, head_dim]."""
     rule, unseen = spec.rule, torch.zeros(spec.num_heads, keys.shape[2], dtype=torch.bool, device=q.device)
     assert rule is not None
-    before = position // rule.block_keys
+    before = min(position, keys.shape[2]) // rule.block_keys
     if before:
         blocks = keys[:, :, : before * rule.block_keys].unflatten(2, (before, -1)).permute(2, 0, 3, 1)
         at, heads = torch.tensor([position], device=q.device), torch.arange(spec.num_heads, device=q.device)[:, None]

@@ -324,6 +324,10 @@ class LayerSpecs:
             raise ConfigError(who, "a layer with a cache", "a layer of an encoder")
         if spec.value_in_key and "blocks" in rule.parts:
             raise ConfigError(f"{who}, blocks", "layers with keys for each head", "latent layers (MLA)")
+        if spec.sliding_window is not None and "blocks" in rule.parts:
+            raise ConfigError(
+                f"{who}, blocks", "layers without a window, which forget keys", f"a window of {spec.sliding_window}"
+            )
         if rule.ahead and self.states:
             raise ConfigError(f"{who}, ahead", "a model of attention layers", "one with state layers, which see no later tokens")
         if longest > rule.max_len:
