@@ -5,7 +5,6 @@ These names change only with `API_VERSION`. Everything else in `headway` is inte
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, Lengths, Plan, StepLimits
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, RULE_FEATURES, Capabilities
-from headway.core.contract.chat_parsers import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ReasoningSyntax
 from headway.core.contract.errors import (
     BackendError,
     ConfigError,
@@ -41,7 +40,6 @@ from headway.core.contract.layout import (
 from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo, LinearParts, LinearSpec
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.rule import AttentionRule, PerHead, check_rule
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer, ProposerInfo, ProposerOptions, SequenceProposer
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.core.contract.state import (
     CHECKPOINT_TOKENS,
@@ -58,6 +56,19 @@ from headway.core.contract.state import (
     StateSpec,
 )
 from headway.core.contract.support import YES, Reason, Support
+from headway.core.contract.text_plugins import (
+    CallSyntax,
+    ChatContext,
+    ChatParser,
+    ChatParserInfo,
+    ChatPiece,
+    LogitsProcessorInfo,
+    Proposer,
+    ProposerInfo,
+    ProposerOptions,
+    ReasoningSyntax,
+    SequenceProposer,
+)
 from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight, WeightFormat
 
 __all__ = [

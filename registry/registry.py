@@ -9,12 +9,11 @@ from typing import Any, get_args, get_type_hints
 import pluggy
 import torch
 
-from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.operation import ALL_KINDS, ATTENTION, KINDS, OperationKind
 from headway.core.contract.rule import AttentionRule, rule_of
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
+from headway.core.contract.text_plugins import ChatParserInfo, LogitsProcessorInfo, ProposerInfo
 from headway.core.select.kernels import KernelEntry, Kernels, RankHook
 from headway.core.system.logs import log_traceback, warn_once
 from headway.core.system.text import shown

@@ -12,7 +12,6 @@ import torch
 
 from headway.core.contract.backend import API_VERSION
 from headway.core.contract.capabilities import FEATURES, RULE_FEATURES
-from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo, ReasoningSyntax
 from headway.core.contract.errors import PluginError
 from headway.core.contract.kernel import GraphLevel, KernelInfo
 from headway.core.contract.layer import Invariance
@@ -21,8 +20,8 @@ from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ALL_KINDS, ATTENTION, LINEAR, STATE, OperationKind
 from headway.core.contract.rule import AttentionRule
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.state import STATE_KINDS, StateLayout
+from headway.core.contract.text_plugins import CallSyntax, ChatParserInfo, LogitsProcessorInfo, ProposerInfo, ReasoningSyntax
 from headway.core.contract.weights import FORMATS
 from headway.core.system.text import shown
 from headway.registry.plugin_sources import HUB

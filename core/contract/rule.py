@@ -111,9 +111,9 @@ class AttentionRule:
         kind = type(self)
 
         def shifted(part: str) -> Callable[..., Tensor]:
-            def function(self: AttentionRule, *given: Tensor) -> Tensor:
+            def function(*given: Any) -> Tensor:
                 *others, head, params = given
-                found: Tensor = getattr(kind, part)(self, *others, head + first, params)
+                found: Tensor = getattr(kind, part)(*[*others, head + first, params])
                 return found
 
             return function
@@ -382,9 +382,10 @@ class _CheckedRule:
         """Return the result of a function in the shape of the scores."""
         rule = self._rule
         k_pos = torch.minimum(k_pos, q_pos.clamp(min=rule.ahead - 1))
-        given = [*([scores.clone()] if part == "score" else []), q_pos.clone(), k_pos.clone(), heads.clone()]
+        kept = [*([scores] if part == "score" else []), q_pos, k_pos, heads]
+        given = [each.clone() for each in kept]
         try:
-            found = getattr(rule, part)(*given, rule.params(heads))
+            found = getattr(rule, part)(*[*given, rule.params(heads)])
         except Exception as error:  # any exception of a user's function
             if scores.numel() > 1:  # the first element that raises it
                 for head, row, key in torch.ones_like(scores).nonzero().tolist():
@@ -402,7 +403,6 @@ class _CheckedRule:
         except RuntimeError:
             need = f"a shape that broadcasts to {list(scores.shape)} (heads, queries, keys)"
             raise self.error(part, need, f"{list(found.shape)}") from None
-        kept = (*([scores] if part == "score" else []), q_pos, k_pos, heads)
         if not all(map(torch.equal, given, kept)):
             raise self.error(part, "arguments left as they are", "changed arguments", "use functions without a trailing _")
         return whole

@@ -23,9 +23,9 @@ from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import Model, embedding_size, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
+from headway.core.contract.text_plugins import Proposer
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage

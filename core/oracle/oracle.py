@@ -107,13 +107,15 @@ def _with_rule(
     if rule.ahead:
         hidden = hidden & ((q_pos >= rule.ahead) | (k_pos >= rule.ahead))
     seen_at = torch.where(k_pos < rule.ahead, k_pos, torch.minimum(k_pos, q_pos))  # the positions that a rule may be called with
-    given, params = (q_pos, seen_at, head), rule.params(head)
-    scores = rule.score(scores.flatten(0, 1), *given, params).view(shape)
-    hidden = (hidden | ~rule.mask(*given, params)).expand(spec.num_heads, n, shape[3])
+    params = rule.params(head)
+    scores = rule.score(scores.flatten(0, 1), q_pos, seen_at, head, params).view(shape)
+    hidden = (hidden | ~rule.mask(q_pos, seen_at, head, params)).expand(spec.num_heads, n, shape[3])
     if "blocks" in rule.parts:
         hidden = hidden | torch.stack([_unseen_by_blocks(spec, q[:, row], keys, first + row) for row in range(n)], 1)
-    gate = rule.gate(*given, params).double().expand(spec.num_heads, n, shape[3]).view(shape) if "gate" in rule.parts else None
-    return scores, hidden.reshape(shape), gate
+    if "gate" not in rule.parts:
+        return scores, hidden.reshape(shape), None
+    gate = rule.gate(q_pos, seen_at, head, params).double().expand(spec.num_heads, n, shape[3])
+    return scores, hidden.reshape(shape), gate.reshape(shape)
 
 
 def _unseen_by_blocks(spec: AttentionSpec, q: Tensor, keys: Tensor, position: int) -> Tensor:

@@ -23,7 +23,7 @@ from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.operation import STATE
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
+from headway.core.contract.text_plugins import Proposer, ProposerOptions
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.engine.execution.host_rows import HostRows

@@ -214,12 +214,8 @@ class SpecRecord(LayerRecord):
         heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
         if self.v_head_dim or self.value_in_key:
             heads += (self.v_head_dim, self.value_in_key)
-        if self.dense:
-            heads += ("dense",)
-        if not self.causal:
-            heads += ("bidirectional",)
-        if self.rule is not None:
-            heads += (self.rule,)
+        kinds = {"dense": self.dense, "bidirectional": not self.causal, self.rule: self.rule is not None}
+        heads += tuple(kind for kind, holds in kinds.items() if holds)
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
     @property
