@@ -203,7 +203,7 @@ class Registry(Kernels):
                 hint = f"if you trust its code: --attention-rule {given}, with the path of the file"
                 raise ConfigError("config.json, headway_attention_rules", "the name of a plugin's rule", repr(given), hint)
             if not path.is_file():
-                raise ConfigError("attention rule", "FILE.py:CLASS", given, "there is no such file")
+                raise ConfigError("attention rule", "FILE.py:CLASS", given, "the file does not exist")
             module = load_file(path)
             own = {
                 key: each
