@@ -190,7 +190,7 @@ class Registry(Kernels):
         given: a rule or its class, FILE.py:NAME of either, the name of a plugin's rule, or a mapping with such a name as `rule`
         and values of parameters. files: False to refuse files, whose code would run.
 
-        :raises ConfigError: if there is no such rule, or the file is refused. :raises PluginError: if the file does not load.
+        :raises ConfigError: if no rule has this name, or the file is refused. :raises PluginError: if the file does not load.
         """
         if isinstance(given, Mapping) and "rule" in given:
             parameters = {name: value for name, value in given.items() if name != "rule"}

@@ -155,7 +155,7 @@ class BlockManager:
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self.ahead = ahead
-        """Number of a prompt's first tokens that one step computes, and without which there is no prefix hit."""
+        """Number of a prompt's first tokens that one step computes. Prefix hits contain all of them."""
         self._smallest_chunk = max(smallest_chunk, ahead)
         self._windowed = [number for number, group in enumerate(self.groups) if group.window is not None]
         self._unwindowed = [number for number, group in enumerate(self.groups) if group.window is None]
