@@ -140,6 +140,12 @@ class EngineArgs(EngineConfig):
         self._set("logits_processors", tuple(self.logits_processors))
         if not isinstance(self.attention_rules, Mapping):
             raise ConfigError("attention_rules", 'a mapping such as {"all": MyRule()}', shown(self.attention_rules))
+        if any(isinstance(each, type) for each in self.attention_rules.values()):  # other processes get instances
+            from headway.registry.registry import builtin_registry
+
+            rule_of = builtin_registry().attention_rule
+            found = {key: rule_of(each) if isinstance(each, type) else each for key, each in self.attention_rules.items()}
+            self._set("attention_rules", found)
         super().__post_init__()
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ConfigError("hf_overrides", "a mapping", shown(self.hf_overrides), "a function is not supported")

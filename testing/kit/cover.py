@@ -161,25 +161,27 @@ def layer_cells(
             cells.append(layer.cell.plain("answer", phase=phase, layout=layout, block_size=block_size))
             first.setdefault(phase, cells[-1])
     longest = _LONGEST if layer.spec.rule is None else layer.spec.rule.max_len
-    yield from (_shorter(cell, longest) for cell in deal(cells, MOST_QUICK_WORK if quick else MOST_WORK))
+    dealt = [*deal(cells, MOST_QUICK_WORK if quick else MOST_WORK)]
+    if subject.claims.lse and longest >= _LONGEST:
+        dealt += deal([cell.plain("lse") for cell in first.values()], MOST_QUICK_WORK)
+    yield from (cell for each in dealt if (cell := _shorter(each, longest)) is not None)
     if not first:
         return
-    if subject.claims.lse:
-        yield from deal([cell.plain("lse") for cell in first.values()], MOST_QUICK_WORK)
     if longest < _LONGEST:
         return
     whole = max(served, key=lambda place: len(served[place]))
     yield from many_steps(layer.cell.plain("answer", layout=whole[0], block_size=whole[1]), served[whole])
 
 
-def _shorter(cell: CheckCell, longest: int) -> CheckCell:
-    """Return a cell whose sequences have at most `longest` tokens, if its kinds of work allow it."""
+def _shorter(cell: CheckCell, longest: int) -> CheckCell | None:
+    """Return a cell whose sequences have at most `longest` tokens, or None if no kind of work has such sequences."""
 
     def fits(work: str) -> bool:
-        lens = chain.from_iterable(steps_of(work, cell.phase, cell.block_size))
-        return all(new + context <= longest for new, context, _ in lens)
+        lens = [*chain.from_iterable(steps_of(work, cell.phase, cell.block_size))]
+        return bool(lens) and all(new + context <= longest for new, context, _ in lens)
 
-    return next((replace(cell, work=work) for work in (cell.work, "edges", FEW) if fits(work)), cell)
+    works = (cell.work, "edges", "level", FEW)
+    return next((replace(cell, work=work) for work in works if longest >= _LONGEST or fits(work)), None)
 
 
 def layer_support(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
