@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import linecache
 import math
 import pickle
@@ -18,9 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headway import LLM, SamplingParams
-from headway.contract import AttentionRule, ConfigError, PerHead, PromptError, check_rule
+from headway import LLM, AsyncLLM, EngineArgs, SamplingParams
+from headway.contract import AttentionRule, AttentionSpec, ConfigError, PerHead, PromptError, check_rule
 from headway.registry import create_registry, hookimpl
+from headway.testing.kit.kit import kernels_for, make_kit, run_cell
+from headway.tuning.table.schema import SpecRecord
 from rules import DocumentTable, every_rule
 from tiny_transformers import HEADS, SIZES
 
@@ -95,6 +98,8 @@ def dense(name: str) -> Callable[..., tuple[Tensor, None]]:
         seen = torch.ones(4, n, n, dtype=torch.bool) if mask is None else mask.expand(4, n, n)
         if name != "PrefixLM":
             seen = seen & (keys <= rows)
+        if getattr(module, "sliding_window", None) is not None:
+            seen = seen & (rows - keys < module.sliding_window)
         weights = torch.exp(scores - scores.amax()) * seen
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)
         weights = weights if gate is None else weights * gate
@@ -156,6 +161,28 @@ def test_a_rule_equals_its_formula_with_chunks_hits_and_drafts(name: str, model:
 def test_a_rule_equals_its_formula_in_one_prompt_and_deterministically(name: str, model: tuple[str, Any]) -> None:
     folder, reference = model
     held(engine(folder, RULES[name], deterministic=True, deterministic_level="full", max_num_batched_tokens=64), reference, name)
+
+
+def test_layers_with_and_without_windows_have_their_own_rules(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 24}
+    made = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, **HEADS, **kinds)).eval()
+    for parameter in made.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    made.save_pretrained(tmp_path)
+    full, window = dense("LogDecay"), dense("HeadWindows")
+
+    def attend(module: Any, *given: Any, **options: Any) -> tuple[Tensor, None]:
+        return (full if module.sliding_window is None else window)(module, *given, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register("rule-both", attend)
+    rules = {"all": RULES["LogDecay"], "window": replace(RULES["HeadWindows"], sizes=(1, 7, 30, 100))}
+    options = {"max_num_batched_tokens": 16, "block_size": 8, "speculate": "ngram", "kv_cache_memory": "2MiB"}
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, attention_rules=rules, **options)
+    assert [spec.sliding_window for spec in llm.engine.executor.attention.specs] == [24, None]
+    outputs = held(llm, made.double(), "both")
+    assert sum(output.num_cached_tokens for output in outputs) > 0
 
 
 def test_another_formula_differs(model: tuple[str, Any]) -> None:
@@ -300,3 +327,60 @@ def test_equal_rules_are_equal_and_reach_other_processes(tmp_path: Path) -> None
     assert pickle.loads(pickle.dumps(again)) == again
     with pytest.raises(ConfigError, match="needs a class at the top level of a file"):
         pickle.dumps(bad("mask", lambda q, k, h, p: k >= 0))
+
+
+@pytest.mark.slow
+def test_transformers_code_and_a_process_of_its_own_apply_a_rule(model: tuple[str, Any]) -> None:
+    folder, reference = model
+    held(engine(folder, RULES["LearnedBias"], model_impl="transformers"), reference, "LearnedBias")
+    options = {"attention_rules": {"all": RULES["KeyDecay"]}, "kv_cache_memory": "2MiB", "device": "cpu"}
+    wanted = engine(folder, RULES["KeyDecay"]).generate([{"prompt_token_ids": START}], GREEDY, use_tqdm=False)[0]
+
+    async def written() -> list[int]:
+        llm = AsyncLLM.from_engine_args(EngineArgs(folder, skip_tokenizer_init=True, **options), own_process=True)
+        try:
+            return [list(each.outputs[0].token_ids) async for each in llm.generate({"prompt_token_ids": START}, GREEDY, "1")][-1]
+        finally:
+            llm.shutdown()
+
+    assert asyncio.run(written()) == list(wanted.outputs[0].token_ids)
+
+
+IGNORING = """
+from dataclasses import replace
+from headway.backends.sdpa import SDPA
+
+class Ignoring(SDPA):
+    name = "ignoring"
+
+    def __init__(self, spec, *given):
+        super().__init__(replace(spec, rule=None), *given)
+"""
+
+
+@pytest.mark.parametrize("name", ["Dilated", "TopBlocks", "OddKeys"])
+def test_the_kit_holds_a_backend_to_a_rule(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "ignoring.py"
+    file.write_text(IGNORING)
+    found = {}
+    for target in ("sdpa", str(file)):
+        kit = make_kit(target, "cpu", rule=f"tests/support/rules.py:{name}")
+        cells = [each for each in kit.cells(quick=True) if each.check in ("serves", "answer") and each.layer == "0"]
+        found[target] = [run_cell(kit, str(each), guesses=False).status for each in cells[:4]]
+    assert found["sdpa"] == ["passed"] * 4
+    assert "failed" in found[str(file)][1:]
+
+
+def test_the_kit_finds_the_backends_that_claim_a_rule_and_triton_refuses_it(headway: Any) -> None:
+    assert kernels_for("tests/support/rules.py:TanhCap", "", "cpu") == ["sdpa", "sdpa.math"]
+    shown = headway("backends", "explain", "--attention-rule", "tests/support/rules.py:TanhCap", "--geometry", "8/2/64", "--json")
+    assert f"rule=TanhCap@{RULES['TanhCap'].digest} (sdpa computes every attention rule)" in shown.out
+
+
+def test_times_of_another_rule_do_not_apply() -> None:
+    plain = AttentionSpec(4, 2, 16, 0.25)
+    records = [SpecRecord.of(plain), *(SpecRecord.of(replace(plain, rule=RULES[name])) for name in ("TanhCap", "Dilated"))]
+    assert len({each.key for each in records}) == 3
+    assert f"rule {RULES['TanhCap']}" in str(records[1])
+    with pytest.raises(ConfigError, match="table: needs a layer without an attention rule, got TanhCap@"):
+        records[1].to_spec(torch.device("cpu"))
