@@ -5,9 +5,9 @@ They support every layer on every device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
@@ -90,6 +90,8 @@ class DenseGroup:
     """Description of `slots` as evenly spaced blocks. None if the blocks are not evenly spaced."""
     positions: Tensor | None = None
     """int64 [count, query_len]: positions of the queries, for a layer with a rule. None for other layers."""
+    firsts: tuple[int, ...] = ()
+    """First number of each row of `positions`."""
     keyless: Tensor | None = None
     """bool [count * query_len]: True for queries before the first key, which see no key. None if there are none."""
 
@@ -196,8 +198,12 @@ class SDPA(AttentionBackend):
         keyless = None
         if query_len > int(kv_lens.min()):  # `AttentionMetadata.build` refuses such lengths
             keyless = torch.from_numpy((kv_lens[:, None] - query_len + numpy.arange(query_len) < 0).reshape(-1)).to(device)
-        positions = torch.from_numpy(kv_lens[:, None] - query_len + numpy.arange(query_len)).to(device) if ruled else None
-        return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run, positions=positions, keyless=keyless)
+        group = DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run, keyless=keyless)
+        if not ruled:
+            return group
+        firsts = kv_lens - query_len
+        positions = torch.from_numpy(firsts[:, None] + numpy.arange(query_len)).to(device)
+        return replace(group, positions=positions, firsts=tuple(firsts.tolist()))
 
     def _bias(self, kv_lens: NDArray[numpy.int32], query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
@@ -315,8 +321,11 @@ class SDPA(AttentionBackend):
         parts = []
         for start in range(0, query_len, step):
             part = slice(start, start + step)
-            of_part = queries[:, part].transpose(1, 2)
-            parts.append(_explicit_attention(of_part, keys, values, group.bias, self.spec, positions[:, part]))
+            rows, bias = queries[:, part], group.bias
+            if "rule.blocks" in self.spec.features:
+                unseen = _unseen_blocks(rows, keys, [first + start for first in group.firsts], self.spec)
+                bias = (unseen.new_zeros(1, dtype=torch.float32) if bias is None else bias).masked_fill(unseen, -torch.inf)
+            parts.append(_explicit_attention(rows.transpose(1, 2), keys, values, bias, self.spec, positions[:, part]))
         if lse is not None:
             lse[:, group.tokens] = torch.cat([sums for _, sums in parts], 2).transpose(0, 1).flatten(1)
         return torch.cat([result for result, _ in parts], 2).transpose(1, 2).flatten(0, 1)
@@ -366,7 +375,7 @@ def _explicit_attention(
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     gate = None
     if positions is not None:
-        scores, gate = _changed_by_rule(q, k, scores, positions, spec)
+        scores, gate = _changed_by_rule(scores, positions, spec)
     if bias is not None:
         scores = scores + bias
     if spec.sinks is not None:  # one extra logit per row, whose weight is removed again; folded heads are rows here
@@ -379,25 +388,28 @@ def _explicit_attention(
     return ((weights if gate is None else weights * gate) @ values).to(q.dtype), sums
 
 
-def _changed_by_rule(
-    q: Tensor, k: Tensor, scores: Tensor, positions: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor | None]:
+def _changed_by_rule(scores: Tensor, positions: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """Return the scores of a layer with a rule, -inf for keys that are not seen, and the factors of its gate, or None.
 
-    q, k, positions: as in `_explicit_attention`. scores: [n, heads, query_len, kv_len].
+    positions: as in `_explicit_attention`. scores: [n, heads, query_len, kv_len].
     """
-    rule, kv_len = spec.rule, k.shape[2]
+    rule, device = spec.rule, scores.device
     assert rule is not None
-    q_pos, k_pos = positions[:, None, :, None], torch.arange(kv_len, device=q.device)
+    q_pos, k_pos = positions[:, None, :, None], torch.arange(scores.shape[3], device=device)
     if spec.alibi_slopes is not None:
         scores = scores + alibi(q_pos[:, 0], k_pos, spec).transpose(0, 1)
-    head = torch.arange(spec.num_heads, device=q.device)[:, None, None]
+    head = torch.arange(spec.num_heads, device=device)[:, None, None]
     scores, gate = rule.changed(scores, q_pos, k_pos, head)
-    seen = visible(q_pos, k_pos, spec)
-    if "blocks" in rule.parts:
-        rows = zip(q.transpose(1, 2), k.transpose(1, 2), positions[:, 0].tolist(), strict=True)
-        seen = seen & torch.stack([rule.seen_blocks(queries, keys, first) for queries, keys, first in rows])
-    return scores.masked_fill(~seen, -torch.inf), gate
+    return scores.masked_fill(~visible(q_pos, k_pos, spec), -torch.inf), gate
+
+
+def _unseen_blocks(q: Tensor, k: Tensor, firsts: Sequence[int], spec: AttentionSpec) -> Tensor:
+    """Return bool [n, num_heads, query_len, kv_len]: True for keys that the rule's `blocks` hides.
+
+    q: [n, query_len, num_heads, head_dim]. k: [n, num_kv_heads, kv_len, head_dim]. firsts: position of each first query."""
+    assert spec.rule is not None
+    rows = zip(q, k.transpose(1, 2), firsts, strict=True)
+    return torch.stack([~spec.rule.seen_blocks(queries, keys, first) for queries, keys, first in rows])
 
 
 def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32]) -> Tensor:

@@ -85,6 +85,11 @@ class AttentionRule:
         """Names of the functions that the rule overrides, out of PARTS."""
         return frozenset(name for name in PARTS if getattr(type(self), name) is not getattr(AttentionRule, name))
 
+    @property
+    def num_heads(self) -> int | None:
+        """Number of query heads that the first `PerHead` parameter is for, or None if there is no such parameter."""
+        return next((len(value) for field, value in self._fields() if _is_per_head(field)), None)
+
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits of SHA-256 over the source of the class, the functions and values of its module that it uses, and
@@ -221,7 +226,7 @@ def rule_of(given: AttentionRule | type[AttentionRule], parameters: Mapping[str,
 
 
 def _is_per_head(field: Field[Any]) -> bool:
-    return field.type == PerHead or str(field.type).rpartition(".")[2] == "PerHead"
+    return str(field.type) == str(PerHead) or str(field.type).rpartition(".")[2] == "PerHead"
 
 
 def _again(module: str, file: str, name: str, values: Mapping[str, Any]) -> AttentionRule:

@@ -122,7 +122,7 @@ def rule_layers(rule: AttentionRule, layers: Mapping[str, ModelLayer], device: t
 
     :raises ConfigError: if the rule does not pass its check, or does not fit a layer.
     """
-    heads = next((len(value) for value in vars(rule).values() if isinstance(value, tuple)), 8)
+    heads = rule.num_heads or 8
     sizes = [(max(1, heads // 4), 64, torch.float32, None), (heads, 80, torch.bfloat16, None), (1, 64, torch.float32, 37)]
     plain = [
         AttentionSpec(heads, kv_heads, dim, SCALE * dim**-0.5, dtype, device, sliding_window=window)

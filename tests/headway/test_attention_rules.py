@@ -384,3 +384,10 @@ def test_times_of_another_rule_do_not_apply() -> None:
     assert f"rule {RULES['TanhCap']}" in str(records[1])
     with pytest.raises(ConfigError, match="table: needs a layer without an attention rule, got TanhCap@"):
         records[1].to_spec(torch.device("cpu"))
+
+
+def test_parameters_are_per_head_however_the_type_is_written() -> None:
+    types = (PerHead, "PerHead", "contract.PerHead", "tuple[float, ...]")
+    rules = [type("Rule", (AttentionRule,), {"__annotations__": {"rate": each}})((1.0, 2.0)) for each in types]
+    assert [rule.num_heads for rule in rules] == [2] * 4
+    assert [rule.params(torch.tensor([1, 0])).rate.tolist() for rule in rules] == [[2.0, 1.0]] * 4
