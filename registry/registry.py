@@ -184,24 +184,24 @@ class Registry(Kernels):
             raise ConfigError("speculate", f"one of {', '.join(self.proposers)}", repr(name))
         return self.proposers[name]
 
-    def attention_rule(self, given: object, files: bool = True) -> AttentionRule:
+    def attention_rule(self, given: object, files: bool = True, option: str = "require_passport") -> AttentionRule:
         """Return an attention rule.
 
         given: a rule or its class, FILE.py:NAME of either, the name of a plugin's rule, or a mapping with such a name as `rule`
-        and values of parameters. files: False to refuse files, whose code would run.
+        and values of parameters. files: False to refuse files, whose code would run. option: what refuses files, for the error.
 
         :raises ConfigError: if no rule has this name, or the file is refused. :raises PluginError: if the file does not load.
         """
         if isinstance(given, Mapping) and "rule" in given:
             parameters = {name: value for name, value in given.items() if name != "rule"}
-            return rule_of(self.attention_rule(given["rule"], files), parameters)
+            return rule_of(self.attention_rule(given["rule"], files, option), parameters)
         if isinstance(given, str) and given in self.attention_rules:
             return self.attention_rules[given]
         if isinstance(given, str) and ".py" in given:
             path, name = split_target(given)
             if not files:
-                hint = f"if you trust its code: --attention-rule {given}, with the path of the file"
-                raise ConfigError("config.json, headway_attention_rules", "the name of a plugin's rule", repr(given), hint)
+                hint = f"if you trust its code: --attention-rule {given}, with the path of the file" * ("json" in option)
+                raise ConfigError(option, "the name of a plugin's rule", repr(given), hint)
             if not path.is_file():
                 raise ConfigError("attention rule", "FILE.py:CLASS", given, "the file does not exist")
             module = load_file(path)

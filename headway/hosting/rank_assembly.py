@@ -154,8 +154,12 @@ def layers_of(loaded: LoadedModel, args: EngineArgs, registry: Registry, ranks: 
     layers = LayerSpecs.of(decoder, args.kv_cache_dtype, decoder.kv_scales)
     config = getattr(decoder, "config", None)
     caching = [layer.caches for layer in config.layers] if isinstance(config, DecoderConfig) else [True] * len(layers.cached)
-    rules = {key: registry.attention_rule(given, files=False) for key, given in loaded.attention_rules.items()}
-    rules |= {key: registry.attention_rule(given) for key, given in args.attention_rules.items()}
+    rules = {
+        key: registry.attention_rule(given, False, "config.json, headway_attention_rules")
+        for key, given in loaded.attention_rules.items()
+    }
+    files = not args.require_passport  # a passport does not cover a rule's file
+    rules |= {key: registry.attention_rule(given, files) for key, given in args.attention_rules.items()}
     longest = args.max_model_len or decoder.max_position_embeddings
     return layers.with_rules(rules, [number for number, caches in enumerate(caching) if caches], longest, ranks)
 

@@ -391,3 +391,10 @@ def test_parameters_are_per_head_however_the_type_is_written() -> None:
     rules = [type("Rule", (AttentionRule,), {"__annotations__": {"rate": each}})((1.0, 2.0)) for each in types]
     assert [rule.num_heads for rule in rules] == [2] * 4
     assert [rule.params(torch.tensor([1, 0])).rate.tolist() for rule in rules] == [[2.0, 1.0]] * 4
+
+
+def test_a_required_passport_refuses_the_file_of_a_rule(model: tuple[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match="require_passport: needs the name of a plugin's rule, got 'tests/support/rules.py:TanhCap'"
+    ):
+        engine(model[0], "tests/support/rules.py:TanhCap", require_passport=True)
