@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -309,9 +309,10 @@ class LayerSpecs:
                 raise ConfigError("attention_rules", need, repr(key))
             for place in places:
                 chosen[place] = rules[key]
+        made = cache(partial(self._ruled, longest=longest, ranks=ranks))  # equal layers are checked once
         cached, expanded = list[AttentionSpec](), dict[AttentionSpec, AttentionSpec]()
         for spec, rule in zip(self.cached, chosen, strict=True):
-            found = spec if rule is None else self._ruled(spec, rule, longest, ranks)
+            found = spec if rule is None else made(spec, rule)
             cached.append(found)
             if spec in self.expanded:
                 expanded[found] = replace(self.expanded[spec], rule=found.rule)
