@@ -5,9 +5,9 @@ They support every layer on every device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
@@ -21,13 +21,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from headway.backends.options import Options
 from headway.backends.sdpa_in_tiles import attend_in_tiles
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
+from headway.core.contract.capabilities import ALL_PHASES, FEATURES, RULE_FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
 
+_SCORES = 1 << 24
+"""Maximum number of float32 scores of a layer with a rule in memory at a time (64 MiB), unless one query has more."""
 _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -85,6 +88,10 @@ class DenseGroup:
     """True if the call must apply a causal mask (query_len = kv_len, no bias)."""
     run: ContiguousBlocks | None = None
     """Description of `slots` as evenly spaced blocks. None if the blocks are not evenly spaced."""
+    positions: Tensor | None = None
+    """int64 [count, query_len]: positions of the queries, for a layer with a rule. None for other layers."""
+    firsts: tuple[int, ...] = ()
+    """First number of each row of `positions`."""
     keyless: Tensor | None = None
     """bool [count * query_len]: True for queries before the first key, which see no key. None if there are none."""
 
@@ -106,7 +113,7 @@ class SDPA(AttentionBackend):
         devices=("cpu", "cuda"),
         v_head_dims=None,
         value_in_key=True,
-        features=FEATURES,
+        features=FEATURES | RULE_FEATURES,
         dense_prefill=True,
         non_causal=True,
         exact_host_lengths=True,  # gathers and masks with the host's lengths
@@ -127,6 +134,14 @@ class SDPA(AttentionBackend):
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        found = super().supports(spec, layout, block_size, phase)
+        if spec.invariance > Invariance.BATCH and "rule.blocks" in spec.features:
+            need = "scores whose rounding may change the choice of blocks: deterministic_level batch"
+            return found & Support.no("rule.blocks", need, spec.invariance.name.lower())
+        return found
 
     @property
     def _in_tiles(self) -> bool:
@@ -172,7 +187,10 @@ class SDPA(AttentionBackend):
             return DenseGroup(tokens, count, query_len, None, None, causal=self.spec.causal and query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
         every_key_seen = query_len == 1 and plain and equal
-        bias = None if every_key_seen or self._in_tiles else self._bias(kv_lens, query_len, longest).to(device)
+        ruled = self.spec.rule is not None
+        bias = None if every_key_seen or self._in_tiles or ruled else self._bias(kv_lens, query_len, longest).to(device)
+        if self.spec.rule is not None and self.spec.rule.ahead and not equal:  # padding, which `ahead` would let queries see
+            bias = torch.where(torch.arange(longest) < torch.from_numpy(kv_lens)[:, None, None, None], 0.0, -torch.inf).to(device)
         run = None
         if slots is not None and not self.spec.batch_invariant and equal:
             blocks = -(-longest // metadata.block_size)
@@ -180,7 +198,12 @@ class SDPA(AttentionBackend):
         keyless = None
         if query_len > int(kv_lens.min()):  # `AttentionMetadata.build` refuses such lengths
             keyless = torch.from_numpy((kv_lens[:, None] - query_len + numpy.arange(query_len) < 0).reshape(-1)).to(device)
-        return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run, keyless=keyless)
+        group = DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run, keyless=keyless)
+        if not ruled:
+            return group
+        firsts = kv_lens - query_len
+        positions = torch.from_numpy(firsts[:, None] + numpy.arange(query_len)).to(device)
+        return replace(group, positions=positions, firsts=tuple(firsts.tolist()))
 
     def _bias(self, kv_lens: NDArray[numpy.int32], query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
@@ -255,6 +278,9 @@ class SDPA(AttentionBackend):
             return
         if self.spec.batch_invariant:  # a copy has an aligned address, independent of the sequence's position in the step
             rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
+        if group.positions is not None:
+            out[group.tokens] = self._attend_by_rule(rows, keys, values, group, lse)
+            return
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
         folded = group.query_len == 1 and self.spec.group_size > 1
         if not folded:
@@ -286,6 +312,24 @@ class SDPA(AttentionBackend):
         if lse is not None and group.keyless is not None and self.spec.sinks is None:
             lse[:, group.tokens] = lse[:, group.tokens].masked_fill(group.keyless, -torch.inf)
 
+    def _attend_by_rule(self, rows: Tensor, keys: Tensor, values: Tensor, group: DenseGroup, lse: Tensor | None) -> Tensor:
+        """Return the attention of a layer with a rule, [tokens, num_heads, v_head_dim], in parts of at most _SCORES scores."""
+        positions, count, query_len = group.positions, group.count, group.query_len
+        assert positions is not None
+        queries, (keys, values) = rows.unflatten(0, (count, query_len)), (each.transpose(1, 2) for each in (keys, values))
+        step = max(1, _SCORES // (count * self.spec.num_heads * keys.shape[2]))
+        parts = []
+        for start in range(0, query_len, step):
+            part = slice(start, start + step)
+            rows, bias = queries[:, part], group.bias
+            if "rule.blocks" in self.spec.features:
+                unseen = _unseen_blocks(rows, keys, [first + start for first in group.firsts], self.spec)
+                bias = (unseen.new_zeros(1, dtype=torch.float32) if bias is None else bias).masked_fill(unseen, -torch.inf)
+            parts.append(_explicit_attention(rows.transpose(1, 2), keys, values, bias, self.spec, positions[:, part]))
+        if lse is not None:
+            lse[:, group.tokens] = torch.cat([sums for _, sums in parts], 2).transpose(0, 1).flatten(1)
+        return torch.cat([result for result, _ in parts], 2).transpose(1, 2).flatten(0, 1)
+
     def allowed_kernels(self) -> AbstractContextManager[None]:
         """Return a context in which torch may select the kernels that this backend uses."""
         return nullcontext() if self._shape_bound or not self.on_gpu else sdpa_kernel(_ANY_SHAPE)
@@ -307,29 +351,65 @@ class SDPAMath(SDPA):
 
 
 def _explicit(spec: AttentionSpec) -> bool:
-    """Return whether torch's SDPA cannot compute a layer. SDPA supports neither a soft cap nor sinks, and q's dtype is not
-    precise enough for ALiBi biases."""
-    return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
+    """Return whether torch's SDPA cannot compute a layer. SDPA supports neither a rule, a soft cap nor sinks, and q's dtype is
+    not precise enough for ALiBi biases."""
+    imprecise = spec.alibi_slopes is not None and spec.dtype != torch.float32
+    return imprecise or not spec.features.isdisjoint({"softcap", "sinks", "rule"})
 
 
-def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return softmax(softcap(q k^T scale) + bias) v computed in float32, and the logarithm of each softmax denominator.
 
     q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]
-    Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len].
+    positions: int64 [n, query_len]: positions of the queries, by which ALiBi, masks and the rule are applied before `bias`.
+    None for a layer without a rule.
+    Returns [n, heads, query_len, v_head_dim] in q's element type, and float32 [n, heads, query_len]. With a rule, rows that see
+    no key have zeros and -inf.
     """
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))
     scores = q.float() @ keys.transpose(2, 3) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    gate = None
+    if positions is not None:
+        scores, gate = _changed_by_rule(scores, positions, spec)
     if bias is not None:
         scores = scores + bias
     if spec.sinks is not None:  # one extra logit per row, whose weight is removed again; folded heads are rows here
         sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, sinks.expand((*scores.shape[:3], 1))], -1)
-        return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype), scores.logsumexp(-1)
-    return (scores.softmax(-1) @ values).to(q.dtype), scores.logsumexp(-1)
+    sums = scores.logsumexp(-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    if positions is not None:
+        weights = weights.masked_fill(sums[..., None] == -torch.inf, 0.0)
+    return ((weights if gate is None else weights * gate) @ values).to(q.dtype), sums
+
+
+def _changed_by_rule(scores: Tensor, positions: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of a layer with a rule, -inf for keys that are not seen, and the factors of its gate, or None.
+
+    positions: as in `_explicit_attention`. scores: [n, heads, query_len, kv_len].
+    """
+    rule, device = spec.rule, scores.device
+    assert rule is not None
+    q_pos, k_pos = positions[:, None, :, None], torch.arange(scores.shape[3], device=device)
+    if spec.alibi_slopes is not None:
+        scores = scores + alibi(q_pos[:, 0], k_pos, spec).transpose(0, 1)
+    head = torch.arange(spec.num_heads, device=device)[:, None, None]
+    scores, gate = rule.changed(scores, q_pos, k_pos, head)
+    return scores.masked_fill(~visible(q_pos, k_pos, spec), -torch.inf), gate
+
+
+def _unseen_blocks(q: Tensor, k: Tensor, firsts: Sequence[int], spec: AttentionSpec) -> Tensor:
+    """Return bool [n, num_heads, query_len, kv_len]: True for keys that the rule's `blocks` hides.
+
+    q: [n, query_len, num_heads, head_dim]. k: [n, num_kv_heads, kv_len, head_dim]. firsts: position of each first query."""
+    assert spec.rule is not None
+    rows = zip(q, k.transpose(1, 2), firsts, strict=True)
+    return torch.stack([~spec.rule.seen_blocks(queries, keys, first) for queries, keys, first in rows])
 
 
 def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32]) -> Tensor:
@@ -343,10 +423,13 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32])
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
     """Return a bool mask that is True if a query sees a key. A causal query at p with window w sees keys p - w + 1 .. p. If the
-    layer is not causal, the query sees keys with |p - key| < w, or all keys without a window."""
+    layer is not causal, the query sees keys with |p - key| < w, or all keys without a window. A rule's `ahead` tokens see each
+    other; its mask is not applied."""
     distance = query_positions - key_positions
     if spec.causal:
         seen = distance >= 0
+        if spec.rule is not None and spec.rule.ahead:
+            seen |= torch.maximum(query_positions, key_positions) < spec.rule.ahead
     else:
         distance = distance.abs()
         seen = torch.ones_like(distance, dtype=torch.bool)

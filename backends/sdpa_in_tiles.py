@@ -32,7 +32,8 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tup
     lead = first % QUERIES
     queries = _padded(q.float(), lead, QUERIES).unflatten(0, (-1, QUERIES))  # [tiles, QUERIES, heads, head_dim]
     keys, values = (_padded(rows.float(), 0, KEYS).unflatten(0, (-1, KEYS)).transpose(1, 2) for rows in (k, v))
-    by_row = [None if each is None else _by_row(each, spec, q.device) for each in (spec.alibi_slopes, spec.sinks)]
+    heads = None if spec.rule is None else tuple(range(spec.num_heads))
+    by_row = [None if each is None else _by_row(each, spec, q.device) for each in (spec.alibi_slopes, spec.sinks, heads)]
     out, sums = [], []
     for number, tile in enumerate(queries):
         start = first - lead + number * QUERIES
@@ -56,9 +57,10 @@ def _tile(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of one tile of queries: [num_kv_heads, rows, v_head_dim] and [num_kv_heads, rows].
 
-    rows: [num_kv_heads, group_size * QUERIES, head_dim]. start: position of the tile's first query. by_row: ALiBi slopes and
-    sinks, as `_by_row` returns them."""
-    device, window, (slopes, sinks) = rows.device, spec.sliding_window, by_row
+    rows: [num_kv_heads, group_size * QUERIES, head_dim]. start: position of the tile's first query. by_row: ALiBi slopes,
+    sinks, and numbers of heads for a layer with a rule, as `_by_row` returns them."""
+    device, window, rule, (slopes, sinks, heads) = rows.device, spec.sliding_window, spec.rule, by_row
+    ahead = 0 if rule is None or start >= rule.ahead else min(rule.ahead, kv_len)
     positions = (start + torch.arange(QUERIES, device=device)).repeat(spec.group_size)[:, None]
     place = torch.arange(KEYS, device=device)
     shape = (*rows.shape[:2], 1)
@@ -66,23 +68,28 @@ def _tile(
     acc = rows.new_zeros((*rows.shape[:2], values.shape[-1]))
     for begin, key, value in zip(range(0, kv_len, KEYS), keys, values, strict=True):
         later = 0 if spec.causal else math.inf if window is None else window - 1
-        if begin > start + QUERIES - 1 + later or (window is not None and begin + KEYS <= start - window + 1):
+        if begin > max(start + QUERIES - 1 + later, ahead - 1) or (window is not None and begin + KEYS <= start - window + 1):
             continue  # no row of the tile sees these keys
         distance = positions - (begin + place)
         seen = distance >= 0 if spec.causal else (begin + place < kv_len).expand(distance.shape)
+        if ahead:
+            seen = seen | (torch.maximum(positions, begin + place) < ahead)
         if window is not None:
-            seen = seen & (distance.abs() < window)
+            seen = seen & (distance.abs() < window if not spec.causal else distance < window)
         scores = torch.bmm(rows, key.transpose(1, 2).contiguous()) * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         if slopes is not None:
             scores = scores - slopes * distance.float()
+        gate = None
+        if rule is not None and heads is not None:  # rows and keys after the end have results that nobody reads
+            scores, gate = rule.changed(scores, positions.clamp(max=kv_len - 1), begin + place, heads.long())
         scores = scores.masked_fill(~seen, -torch.inf)
         higher = torch.maximum(most, scores.amax(-1, keepdim=True))
         base = higher.masked_fill(higher == -torch.inf, 0.0)
         weights, shrink = torch.exp(scores - base), torch.exp(most - base)
         total = total * shrink + weights.sum(-1, keepdim=True)
-        acc = acc * shrink + torch.bmm(weights, value.contiguous())
+        acc = acc * shrink + torch.bmm(weights if gate is None else weights * gate, value.contiguous())
         most = higher
     if sinks is not None:
         higher = torch.maximum(most, sinks)
@@ -91,7 +98,7 @@ def _tile(
     return acc / total.masked_fill(total == 0.0, 1.0), (most + torch.log(total)).squeeze(-1)
 
 
-def _by_row(of_heads: tuple[float, ...], spec: AttentionSpec, device: torch.device) -> Tensor:
+def _by_row(of_heads: Sequence[float], spec: AttentionSpec, device: torch.device) -> Tensor:
     """Return a number per query head for each row of a tile, float32 [num_kv_heads, rows, 1]."""
     numbers = torch.tensor(of_heads, dtype=torch.float32, device=device).view(spec.num_kv_heads, spec.group_size)
     return numbers.repeat_interleave(QUERIES, 1)[..., None]

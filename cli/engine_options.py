@@ -11,7 +11,15 @@ from typing import Annotated, Any, Final, NamedTuple, get_args
 
 import typer
 
-from headway.cli.options import PLUGIN_HELP, Command, parse_attn_options, parse_block_size, sizes_of, with_flags
+from headway.cli.options import (
+    PLUGIN_HELP,
+    Command,
+    parse_attention_rules,
+    parse_attn_options,
+    parse_block_size,
+    sizes_of,
+    with_flags,
+)
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.engine_args import EngineArgs, help_texts, option_types
@@ -125,8 +133,8 @@ _PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry", "wo
 _USES: Final = {
     "The model": "model tokenizer revision download_dir hf_overrides dtype device load_format quantization model_impl "
     "torch_compile runner task skip_tokenizer_init num_threads tensor_parallel_size",
-    "Attention backend": "attn_backend attn_options state_backend linear_kernel experts_kernel workload crossover_table "
-    "tune tune_share autotune_budget",
+    "Attention backend": "attn_backend attn_options attention_rules state_backend linear_kernel experts_kernel workload "
+    "crossover_table tune tune_share autotune_budget",
     "KV cache and memory": "kv_cache_memory gpu_memory_utilization kv_cache_dtype kv_layout block_size "
     "enable_prefix_caching free_window_blocks preemption_mode kv_offload_size kv_offload_dir kv_offload_dir_size",
     "Lengths, batches and scheduling": "max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "
@@ -161,6 +169,10 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     if name == "attn_options":
         options = "Option of an attention backend, as NAME.key=value. Repeatable."
         return _Flag(name, list[str] | None, options, None, lambda texts: parse_attn_options(texts or []), "--attn-opt")
+    if name == "attention_rules":
+        rules = "Attention rule, as FILE.py:CLASS or the name of a plugin's rule; KEY=RULE for some layers (window, layers.3, "
+        rules += "layers.4-7). Repeatable."
+        return _Flag(name, list[str] | None, rules, None, lambda texts: parse_attention_rules(texts or []), "--attention-rule")
     if name == "plugin_policy":
         return _Flag(name, str | None, text, spelled="--plugins")
     if name == "plugins":
@@ -212,8 +224,8 @@ def _row(name: str) -> str:
     flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
     shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
     kind = " or ".join(_kind(each) for each in get_args(hint) or (hint,) if each is not NoneType)
-    if name in ("attn_options", "hf_overrides", "plugins", "backends", "logits_processors"):
-        kind = "mapping" if name in ("attn_options", "hf_overrides") else "iterable"
+    if name in ("attn_options", "attention_rules", "hf_overrides", "plugins", "backends", "logits_processors"):
+        kind = "mapping" if name in ("attn_options", "attention_rules", "hf_overrides") else "iterable"
     return f"| `{name}` | {flag} | {kind} | {shown} | {help_texts()[name]} |"
 
 

@@ -251,6 +251,17 @@ def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
     return options
 
 
+def parse_attention_rules(texts: list[str]) -> dict[str, str]:
+    """Return key of layers -> rule, from texts RULE or KEY=RULE. :raises ConfigError: if a text is malformed."""
+    rules: dict[str, str] = {}
+    for text in texts:
+        key, equals, rule = text.partition("=") if not text.partition("=")[0].endswith(".py") else (text, "", "")
+        if not key or (equals and not rule):
+            raise ConfigError("--attention-rule", "FILE.py:CLASS, NAME, or KEY=RULE", repr(text))
+        rules[key if equals else "all"] = rule or key
+    return rules
+
+
 def parse_block_size(text: str) -> int | None:
     """Return the block size of a text, or None for auto. :raises ConfigError: if the text is neither a number nor auto."""
     if text == "auto":

@@ -4,8 +4,7 @@ These names change only with `API_VERSION`. Everything else in `headway` is inte
 """
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, Lengths, Plan, StepLimits
-from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
-from headway.core.contract.chat_parsers import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ReasoningSyntax
+from headway.core.contract.capabilities import ALL_PHASES, FEATURES, RULE_FEATURES, Capabilities
 from headway.core.contract.errors import (
     BackendError,
     ConfigError,
@@ -40,7 +39,7 @@ from headway.core.contract.layout import (
 )
 from headway.core.contract.linear import LinearCapabilities, LinearKernel, LinearKernelInfo, LinearParts, LinearSpec
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer, ProposerInfo, ProposerOptions, SequenceProposer
+from headway.core.contract.rule import AttentionRule, PerHead, check_rule
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.core.contract.state import (
     CHECKPOINT_TOKENS,
@@ -57,6 +56,19 @@ from headway.core.contract.state import (
     StateSpec,
 )
 from headway.core.contract.support import YES, Reason, Support
+from headway.core.contract.text_plugins import (
+    CallSyntax,
+    ChatContext,
+    ChatParser,
+    ChatParserInfo,
+    ChatPiece,
+    LogitsProcessorInfo,
+    Proposer,
+    ProposerInfo,
+    ProposerOptions,
+    ReasoningSyntax,
+    SequenceProposer,
+)
 from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, Weight, WeightFormat
 
 __all__ = [
@@ -64,6 +76,7 @@ __all__ = [
     "API_VERSION",
     "AttentionBackend",
     "AttentionMetadata",
+    "AttentionRule",
     "AttentionSpec",
     "BackendError",
     "BackendInfo",
@@ -111,6 +124,7 @@ __all__ = [
     "ModelError",
     "NHD",
     "NHD_INT8",
+    "PerHead",
     "Phase",
     "Plan",
     "PluginError",
@@ -119,6 +133,7 @@ __all__ = [
     "ProposerInfo",
     "ProposerOptions",
     "Reason",
+    "RULE_FEATURES",
     "ReasoningSyntax",
     "STATE_KINDS",
     "SequenceProposer",
@@ -140,4 +155,5 @@ __all__ = [
     "WeightFormat",
     "YES",
     "announce_compilation",
+    "check_rule",
 ]

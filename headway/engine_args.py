@@ -58,6 +58,11 @@ class EngineArgs(EngineConfig):
         "Weights: auto (the model's files) or dummy (random weights in the model's shapes; built-in shapes: qwen3-0.6b, "
         "gemma-4-e2b, llama-3-8b, llama-3-70b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b).",
     ] = "auto"
+    attention_rules: Annotated[
+        Mapping[str, Any],
+        "Attention rules: all, a kind of layers, layers.N or layers.N-M -> an AttentionRule, FILE.py:CLASS, or the name of a "
+        "plugin's rule.",
+    ] = dataclasses.field(default_factory=dict)
     experts_kernel: Annotated[
         str,
         "Kernel for expert layers (MoE): auto or NAME. Layers that the named kernel does not support use the kernel that "
@@ -133,6 +138,14 @@ class EngineArgs(EngineConfig):
             given = getattr(self, option)
             self._set(option, words.get(given, given) if isinstance(given, str) else given)
         self._set("logits_processors", tuple(self.logits_processors))
+        if not isinstance(self.attention_rules, Mapping):
+            raise ConfigError("attention_rules", 'a mapping such as {"all": MyRule()}', shown(self.attention_rules))
+        if any(isinstance(each, type) for each in self.attention_rules.values()):  # other processes get instances
+            from headway.registry.registry import builtin_registry
+
+            rule_of = builtin_registry().attention_rule
+            found = {key: rule_of(each) if isinstance(each, type) else each for key, each in self.attention_rules.items()}
+            self._set("attention_rules", found)
         super().__post_init__()
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ConfigError("hf_overrides", "a mapping", shown(self.hf_overrides), "a function is not supported")

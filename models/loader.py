@@ -67,6 +67,8 @@ class LoadedModel:
     """Folder of the tokenizer. None means no tokenizer."""
     live_weights: LiveWeights | None = None
     """Interface for replacing weights at run time. None for quantized weights, several ranks, or transformers' code."""
+    attention_rules: Mapping[str, Any] = field(default_factory=dict)
+    """Attention rules of config.json (`headway_attention_rules`): key of layers -> name of a plugin's rule, or a mapping."""
     long_factors: bool = False
     """True if RoPE of type `longrope` uses its long factors. Cached keys depend on this choice."""
 
@@ -165,7 +167,10 @@ def load_model(
         place = None
     read = None if place is None else read_tokenizer(place)
     ends = read_end_tokens(folder, stated, config, read)
-    return LoadedModel(name, folder, decoder, implementation, read, ends, place, live, long)
+    rules = stated.get("headway_attention_rules") or {}
+    if not isinstance(rules, Mapping):
+        raise ModelError(f"model {name}: headway_attention_rules of config.json needs a mapping, got {rules!r}")
+    return LoadedModel(name, folder, decoder, implementation, read, ends, place, live, rules, long)
 
 
 def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | None, ranks: Ranks, options: LoadOptions) -> None:

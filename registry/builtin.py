@@ -15,14 +15,13 @@ import torch
 
 from headway.core.chat import builtin as chat_parsers
 from headway.core.contract.backend import API_VERSION, BackendInfo
-from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.ranks import AllReduceKernelInfo
-from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateBackendInfo, StateLayout, StateSpec
+from headway.core.contract.text_plugins import ChatParserInfo, ProposerInfo
 from headway.core.speculation.proposers import BUILTIN
 from headway.kernels.experts.builtin import builtin_kernels as experts_kernels
 from headway.kernels.linear.choice import BUILTIN as LINEAR_KERNELS

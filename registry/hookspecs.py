@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import pluggy
 
 from headway.core.contract.backend import BackendInfo
-from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
+from headway.core.contract.rule import AttentionRule
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateBackendInfo, StateLayout, StateSpec
+from headway.core.contract.text_plugins import ChatParserInfo, LogitsProcessorInfo, ProposerInfo
 
 PROJECT = "headway"
 """pluggy's project name, and the entry-point group of plugins."""
@@ -69,6 +69,11 @@ def headway_rank_state_backends(spec: StateSpec, phase: Phase, candidates: Seque
 @hookspec
 def headway_register_proposers() -> Iterable[ProposerInfo]:
     """Return the plugin's proposers of draft tokens, for `speculate`; see docs/speculation.md."""
+
+
+@hookspec
+def headway_register_attention_rules() -> Iterable[AttentionRule]:
+    """Return the plugin's attention rules, which `attention_rules` and config.json name; see docs/attention-rules.md."""
 
 
 @hookspec

@@ -36,6 +36,7 @@ class Brought:
     experts_kernels: tuple[str, ...] = ()
     all_reduce_kernels: tuple[str, ...] = ()
     chat_parsers: tuple[str, ...] = ()
+    attention_rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

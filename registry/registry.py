@@ -9,13 +9,14 @@ from typing import Any, get_args, get_type_hints
 import pluggy
 import torch
 
-from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.kernel import KernelInfo
 from headway.core.contract.operation import ALL_KINDS, ATTENTION, KINDS, OperationKind
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
+from headway.core.contract.rule import AttentionRule, rule_of
+from headway.core.contract.text_plugins import ChatParserInfo, LogitsProcessorInfo, ProposerInfo
 from headway.core.select.kernels import KernelEntry, Kernels, RankHook
 from headway.core.system.logs import log_traceback, warn_once
+from headway.core.system.text import shown
 from headway.kernels.linear.choice import LinearKernels
 from headway.registry import builtin, hookspecs
 from headway.registry.isolation import TIMEOUT, TRUST, PassportCheck, Refusal, Trial, Verdict, verdicts
@@ -27,6 +28,8 @@ from headway.registry.plugin_sources import (
     UnreadablePlugin,
     given_plugins,
     installed_plugins,
+    load_file,
+    split_target,
     with_hooks,
 )
 from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginPolicy, PluginRecord
@@ -53,12 +56,14 @@ class Registry(Kernels):
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
         """Chat parsers, keyed by (`calls` or `reasoning`, parser name)."""
+        self.attention_rules: dict[str, AttentionRule] = {}
         self.failures: list[PluginFailure] = []
         super().__init__(check_class, self.failures)
         self._known: dict[str, dict[Any, Any]] = {
             "proposers": self.proposers,
             "logits_processors": self.logits_processors,
             "chat_parsers": self.chat_parsers,
+            "attention_rules": self.attention_rules,
             **{each.kind.kernels: each.entries for each in self.kinds},
             **{each.kind.layouts: each.layouts for each in self.kinds if each.kind.layouts},
         }
@@ -178,6 +183,44 @@ class Registry(Kernels):
         if name not in self.proposers:
             raise ConfigError("speculate", f"one of {', '.join(self.proposers)}", repr(name))
         return self.proposers[name]
+
+    def attention_rule(self, given: object, files: bool = True, option: str = "require_passport") -> AttentionRule:
+        """Return an attention rule.
+
+        given: a rule or its class, FILE.py:NAME of either, the name of a plugin's rule, or a mapping with such a name as `rule`
+        and values of parameters. files: False to refuse files, whose code would run. option: what refuses files, for the error.
+
+        :raises ConfigError: if no rule has this name, or the file is refused. :raises PluginError: if the file does not load.
+        """
+        if isinstance(given, Mapping) and "rule" in given:
+            parameters = {name: value for name, value in given.items() if name != "rule"}
+            return rule_of(self.attention_rule(given["rule"], files, option), parameters)
+        if isinstance(given, str) and given in self.attention_rules:
+            return self.attention_rules[given]
+        if isinstance(given, str) and ".py" in given:
+            path, name = split_target(given)
+            if not files:
+                hint = f"if you trust its code: --attention-rule {given}, with the path of the file" * ("json" in option)
+                raise ConfigError(option, "the name of a plugin's rule", repr(given), hint)
+            if not path.is_file():
+                raise ConfigError("attention rule", "FILE.py:CLASS", given, "the file does not exist")
+            module = load_file(path)
+            own = {
+                key: each
+                for key, each in vars(module).items()
+                if (isinstance(each, AttentionRule) or (isinstance(each, type) and issubclass(each, AttentionRule)))
+                and each.__module__ == module.__name__
+            }
+            if not name and len(own) == 1:
+                name = next(iter(own))
+            if name not in own:
+                raise ConfigError(f"attention rule {given}", f"one of {', '.join(own) or 'no rule there'}", repr(name))
+            given = own[name]
+        if isinstance(given, AttentionRule) or (isinstance(given, type) and issubclass(given, AttentionRule)):
+            return rule_of(given, {})
+        known = ", ".join(self.attention_rules) or "none is registered"
+        need = f"an AttentionRule, its class, FILE.py:CLASS, or a plugin's rule ({known})"
+        raise ConfigError("attention_rules", need, shown(given))
 
 
 def builtin_registry() -> Registry:

@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from headway.core.contract.backend import API_VERSION
-from headway.core.contract.capabilities import FEATURES
-from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo, ReasoningSyntax
+from headway.core.contract.capabilities import FEATURES, RULE_FEATURES
 from headway.core.contract.errors import PluginError
 from headway.core.contract.kernel import GraphLevel, KernelInfo
 from headway.core.contract.layer import Invariance
@@ -20,8 +19,9 @@ from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.linear import FUSED, LinearKernel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ALL_KINDS, ATTENTION, LINEAR, STATE, OperationKind
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
+from headway.core.contract.rule import AttentionRule
 from headway.core.contract.state import STATE_KINDS, StateLayout
+from headway.core.contract.text_plugins import CallSyntax, ChatParserInfo, LogitsProcessorInfo, ProposerInfo, ReasoningSyntax
 from headway.core.contract.weights import FORMATS
 from headway.core.system.text import shown
 from headway.registry.plugin_sources import HUB
@@ -96,6 +96,7 @@ _ITEMS: Mapping[type, _Item] = {
         "{plugin}: logits processor name {name!r} is already taken: rename one of them",
         {"summary": _TEXT, "load": _CALLABLE},
     ),
+    AttentionRule: _Item("attention rule", "{plugin}: attention rule {name!r} is already registered: rename one of them", {}),
     ChatParserInfo: _Item(
         "parser",
         "{plugin}: parser of {item.reads} {name!r} is already registered: rename one of them",
@@ -256,8 +257,9 @@ def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
         if phase in claimed["phases"] and getattr(loaded, method) is getattr(base, method):
             raise PluginError(f"{where}: capabilities.phases names {phase.value}, but class {loaded.__name__} has no {method}()")
     if kind is ATTENTION:
-        unknown = ", ".join(sorted(claimed["features"] - FEATURES))
-        _need(not unknown, f"{where}: capabilities.features", f"out of {', '.join(sorted(FEATURES))}", unknown)
+        known = FEATURES | RULE_FEATURES
+        unknown = ", ".join(sorted(claimed["features"] - known))
+        _need(not unknown, f"{where}: capabilities.features", f"out of {', '.join(sorted(known))}", unknown)
         _need(_is_options(loaded.options), f"{where}: options", "a mapping of texts to texts", loaded.options)
     fused = claimed["fused"] if kind is LINEAR else frozenset[str]()
     if fused and not hasattr(loaded, "compute"):  # only Headway's own kernels have this method

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.core.contract.chat_parsers import ChatPiece
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.text_plugins import ChatPiece
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, RequestOutput

@@ -16,8 +16,8 @@ from typing import Annotated, Final
 import typer
 
 from headway.core.contract.adapters import LoRARequest, check_name
-from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.text_plugins import ChatParserInfo
 
 LONGEST_TIME: Final = 10_000_000
 """Maximum value of a time limit in seconds (about four months). Event loops do not accept infinity."""

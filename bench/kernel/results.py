@@ -212,5 +212,7 @@ class KernelReport(ResultFile):
     """Peaks from the data sheet or the user. None in files from before 2026-11-24."""
     comparison: SpeedComparison | None = None
     """Result of `--fail-if-slower`. None if not requested."""
+    rule: str = ""
+    """Name and digest of the layers' attention rule; "" means none."""
     contenders: list[ContenderRecord]
     cells: list[KernelCell]

@@ -19,9 +19,11 @@ from headway.bench.kernel.results import DevicePeak, KernelCell, KernelReport, p
 from headway.core.contract.backend import make_backend
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
-from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
+from headway.core.contract.rule import AttentionRule
+from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import Support
-from headway.core.oracle.cases import Case, reference, relative_error
+from headway.core.oracle.cases import Case, parse_case, reference, relative_error
+from headway.core.select.request import LayerSpecs
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar
@@ -81,6 +83,8 @@ class KernelOptions:
     """Result file, rewritten after each case, so that an interrupted run keeps its results."""
     command: str = ""
     """The command as typed, for the result file."""
+    rule: AttentionRule | None = None
+    """Attention rule of the layers."""
 
 
 def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, console: Console | None = None) -> KernelReport:
@@ -94,7 +98,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
         raise ConfigError("--dtype", " or ".join(DTYPE_NAMES.values()), str(dtype))
     kinds = DEFAULT_CASES.get(options.device.type, DEFAULT_CASES["cuda"])
     works = [
-        make_work(options.phase, case, geometry, make_spec(geometry, dtype, options.kv_dtype, options.device))
+        make_work(options.phase, case, geometry, _spec(geometry, dtype, case, options))
         for geometry in options.geometries
         for case in options.cases or kinds[options.phase]
     ]
@@ -115,6 +119,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
             device=device,
             peak=peak_of(device.name, DTYPE_NAMES[dtype], options.peak_gbps, options.peak_tflops),
             contenders=contenders,
+            rule="" if options.rule is None else str(options.rule),
             cells=[],
         )
         progress.advance(task)
@@ -128,6 +133,15 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
             if options.output is not None:
                 write_json(report, options.output)
     return report
+
+
+def _spec(geometry: Geometry, dtype: torch.dtype, case: str, options: KernelOptions) -> AttentionSpec:
+    """Return the spec of a layer, with the run's rule. :raises ConfigError: if the rule does not pass its check for the case."""
+    spec = make_spec(geometry, dtype, options.kv_dtype, options.device)
+    if options.rule is None:
+        return spec
+    longest = max(kv_len for _, kv_len in parse_case(case))
+    return LayerSpecs([spec]).with_rules({"all": options.rule}, [0], longest).cached[0]
 
 
 def _run_work(work: AttentionWork, entries: Sequence[Entry], options: KernelOptions) -> Iterator[tuple[int, Measurement]]:

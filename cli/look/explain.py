@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.measure.bench_crossover import GEOMETRY, LAYERS, layer
-from headway.cli.options import PluginFiles, dtype_of
+from headway.cli.options import PluginFiles, dtype_of, parse_attention_rules
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Row, Section, Terminal, show
 
@@ -308,6 +308,9 @@ def explain(
     quantization: Annotated[
         str | None, typer.Option(help="With --linear or --experts: format to quantize plain weights to: fp8.")
     ] = None,
+    attention_rule: Annotated[
+        list[str] | None, typer.Option(help="Attention rule of layers, as FILE.py:CLASS or KEY=FILE.py:CLASS. Repeatable.")
+    ] = None,
     plugin: PluginFiles = None,
     all_backends: Annotated[bool, typer.Option("--all", help=_ALL)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all backends and reasons instead of text.")] = False,
@@ -335,6 +338,8 @@ def explain(
     if block_size is not None:
         check_block_size(block_size, "--block-size")
     kind, registry = _layers(model, geometry, layers, dtype, device).with_cache(kv_cache_dtype), create_registry(plugin or ())
+    rules = {key: registry.attention_rule(text) for key, text in parse_attention_rules(attention_rule or []).items()}
+    kind = kind.with_rules(rules, range(len(kind.cached)), length)
     request = BackendRequest.parse(attn_backend)
     check_names(registry, request, kv_layout)
     asked, shape = Workload.parse(workload), _shape(phase, batch, query_len, length)

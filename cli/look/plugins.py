@@ -130,6 +130,7 @@ _KINDS = {
     "proposers": "proposers",
     "logits_processors": "logits processors",
     "chat_parsers": "chat parsers",
+    "attention_rules": "attention rules",
     "hooks": "hooks",
 }
 

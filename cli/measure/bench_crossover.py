@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from headway.bench.crossover.engine_level import EngineOptions
     from headway.core.contract.spec import AttentionSpec
+    from headway.registry import Registry
     from headway.tuning.measure.run import CrossoverOptions
     from headway.tuning.table.schema import CrossoverTable
 
@@ -35,7 +36,7 @@ _FILE_WIDTH = 160  # Columns of the table if the output is not a terminal
 
 _OWN_OPTIONS = {
     "engine": ("model", "load_format", "mixed", "repeat", "cell_limit", "crossover_table", "workload"),
-    "kernel": ("geometry", "kv_dtype", "layouts", "block_sizes", "phases", "refine", "graph_len"),
+    "kernel": ("geometry", "kv_dtype", "rule", "layouts", "block_sizes", "phases", "refine", "graph_len"),
 }
 """Level -> the options that only this level reads."""
 
@@ -81,6 +82,9 @@ def crossover(
     kv_dtype: Annotated[
         str, typer.Option(help="Element type of the KV cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")
     ] = "auto",
+    rule: Annotated[
+        str, typer.Option(help="Attention rule of the layer, as FILE.py:CLASS or a plugin's name for it.", show_default=False)
+    ] = "",
     layouts: Annotated[str | None, typer.Option(help="KV cache layouts, comma-separated. Default: all.")] = None,
     block_sizes: Annotated[str | None, typer.Option(help="KV cache block sizes, comma-separated. Default: 16 and 256.")] = None,
     phases: Annotated[
@@ -134,7 +138,7 @@ def crossover(
         return
     if place.type == "cpu":
         set_threads()  # as an engine does; at level engine it sets them in its own process
-    options = _kernel_run(given, place)
+    options = _kernel_run(given, place, registry)
     finish(run_kernel_level(options, registry, Terminal(stderr=True)), options.output, export_to or [])
 
 
@@ -164,8 +168,9 @@ def _engine_run(given: Any, device: torch.device) -> EngineOptions:
     )
 
 
-def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
+def _kernel_run(given: Any, device: torch.device, registry: Registry) -> CrossoverOptions:
     """Return the kernel-level run that the options in `given` describe. :raises ConfigError: if an option is invalid."""
+    from headway.core.select.request import LayerSpecs
     from headway.core.system.provenance import command_line
     from headway.kernels.runtime.compile_ahead import compile_ahead
     from headway.tuning.measure.device import identify_device
@@ -187,6 +192,9 @@ def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
     points = grid(device.type, [phase for phase in PHASES if phase in chosen], batches, lens)
     if not points:  # before an existing table is replaced
         raise ConfigError(*_NO_POINT)
+    if given.rule:
+        longest = max(point.kv_len for point in points)
+        spec = LayerSpecs([spec]).with_rules({"all": registry.attention_rule(given.rule)}, [0], longest).cached[0]
     return CrossoverOptions(
         spec=spec,
         backends=names_of(given.backends),

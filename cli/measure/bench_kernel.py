@@ -129,6 +129,10 @@ def kernel(
         typer.Option(help="Exit with code 1 if a backend takes more than N times as long as --than."),
     ] = None,
     than: Annotated[str | None, typer.Option(help="Backend that --fail-if-slower compares with.")] = None,
+    rule: Annotated[
+        str,
+        typer.Option(help="Attention rule of the layers, as FILE.py:CLASS or a plugin's name for it.", show_default=False),
+    ] = "",
     model: Annotated[
         str | None, typer.Option(help="With --states: model as a folder, a config.json or a name. No weights are read.")
     ] = None,
@@ -149,19 +153,23 @@ def kernel(
 
     --states times state kernels, and --linear times linear kernels.
     """
-    compared = fail_if_slower is not None or than is not None
+    compared = fail_if_slower is not None or than is not None or bool(rule)
     if linear or form is not None or rows is not None:
         measure_products(options, linear or [], form, rows, others=bool(plugin or states or model is not None or compared))
     elif states or model is not None:
         measure_states(options, plugin, model if states else None, asked_to_compare=compared)
     else:
-        measure_attention(options, plugin, fail_if_slower, than)
+        measure_attention(options, plugin, fail_if_slower, than, rule)
 
 
 def measure_attention(
-    options: KernelOptions, plugin: Sequence[str] | None, fail_if_slower: float | None = None, than: str | None = None
+    options: KernelOptions,
+    plugin: Sequence[str] | None,
+    fail_if_slower: float | None = None,
+    than: str | None = None,
+    rule: str = "",
 ) -> None:
-    """Time attention kernels, and compare them with `than` if it is given."""
+    """Time attention kernels, and compare them with `than` if it is given. rule: attention rule of the layers, or ""."""
     from headway.bench.kernel.report import check_request, compare, print_report
     from headway.bench.kernel.run import run_kernel_bench
     from headway.tuning.isolated.trial import create_registry
@@ -170,6 +178,8 @@ def measure_attention(
     if than is not None and options.backends is not None and than not in options.backends:
         options = replace(options, backends=[*options.backends, than])
     registry = create_registry(plugin or ())
+    if rule:
+        options = replace(options, rule=registry.attention_rule(rule))
     if than is not None:
         registry.backend(than)  # raises for an unregistered name
     report = run_kernel_bench(options, registry, console=Terminal(stderr=True))

@@ -32,6 +32,12 @@ def check(
     model: Annotated[
         str, typer.Option(help="Model whose layers to test: a config.json, its folder, or a name such as llama-3-8b.")
     ] = "",
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="Attention rule to test, as FILE.py:CLASS. Without a kernel, every backend that supports it is tested."
+        ),
+    ] = "",
     only: Annotated[str, typer.Option(help="Checks to run: names from the scorecard, comma-separated.")] = "",
     cell: Annotated[str, typer.Option(help="Single cell to run, by the name in a failure report.")] = "",
     stop_at_failure: Annotated[bool, typer.Option("-x", "--stop-at-failure", help="Stop at the first cell that fails.")] = False,
@@ -80,16 +86,17 @@ def check(
     if compare is not None:
         _compare(*compare)
         return
-    if not target and not layout and not plugin:
-        need = "a backend: NAME or FILE.py:CLASS, or --layout NAME, or --plugin FILE"
+    if not target and not layout and not plugin and not rule:
+        need = "a backend: NAME or FILE.py:CLASS, or --layout NAME, --plugin FILE or --rule FILE.py:CLASS"
         raise ConfigError("headway check", need, "none of them")
     target = _with_kind(target, kind or ("state" if states else ""))
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
-    if model and layout:
-        raise ConfigError("--model", "a backend to try its layers with", f"--layout {layout}")
-    if passport and (only or cell or layout or model or target.startswith("broken:")):
-        raise ConfigError("--passport", "all cells of one kernel of a plugin", "--only, --cell, --layout, --model or broken:NAME")
+    if (model or rule) and layout:
+        raise ConfigError("--model" if model else "--rule", "a backend to try its layers with", f"--layout {layout}")
+    if passport and (only or cell or layout or model or rule or target.startswith("broken:")):
+        got = "--only, --cell, --layout, --model, --rule or broken:NAME"
+        raise ConfigError("--passport", "all cells of one kernel of a plugin", got)
     if passport and ".py" not in target and any(target.rpartition(":")[2] in each.entries for each in builtin_registry().kinds):
         raise ConfigError("--passport", "a kernel of a plugin, whose files it describes", f"{target}, which is built-in")
     if sanitize and in_process:
@@ -101,6 +108,7 @@ def check(
         *(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer, model),
         stop_at_failure=stop_at_failure,
         guesses=not no_guess,
+        rule=rule,
     )
     reports = [_checked(each, json_file, badge_file) for each in _each(wanted, kind, json_file or badge_file)]
     if passport is not None:
@@ -136,6 +144,12 @@ def _each(wanted: Wanted, kind: str, file: Path | None) -> list[Wanted]:
 
     if wanted.target or wanted.layout:
         return [wanted]
+    if wanted.rule:
+        from headway.testing.kit.kit import kernels_for
+
+        found = kernels_for(wanted.rule, wanted.model, wanted.device, wanted.plugins)
+        print(f"backends that support the rule: {', '.join(found)}")
+        return [replace(wanted, target=each) for each in found]
     found = brought_kernels(wanted.plugins, wanted.device)
     if kind:
         prefix = PREFIXES.get(kind, "")

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from headway.core.chat.json_calls import HeadedCalls, JsonCalls, as_json
 from headway.core.chat.text_source import PieceWriter, Program, ProgramParser, TextSource, Waiting
-from headway.core.contract.chat_parsers import CallSyntax, ChatContext, ChatParserInfo, ReasoningSyntax, call_id, recognizes_none
+from headway.core.contract.text_plugins import CallSyntax, ChatContext, ChatParserInfo, ReasoningSyntax, call_id, recognizes_none
 from headway.core.system.json_text import parse_json
 
 _BODY: Final = "<|message|>"

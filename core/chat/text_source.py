@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Final
 
-from headway.core.contract.chat_parsers import ChatPiece, call_id
+from headway.core.contract.text_plugins import ChatPiece, call_id
 from headway.core.system.json_text import parse_json
 
 Waiting = Generator[None, None, None]

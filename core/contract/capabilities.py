@@ -16,9 +16,11 @@ from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES, AttentionSpe
 from headway.core.contract.support import Reason, Support
 
 ALL_PHASES = frozenset(Phase)
-FEATURES = frozenset(OPTIONAL)
+RULE_FEATURES = frozenset({"rule", "rule.blocks", "rule.ahead"})
+"""Features of a layer with an `AttentionRule`. `rule` covers `score`, `mask` and `gate`; the others are `blocks` and `ahead`."""
+FEATURES = frozenset(OPTIONAL) - RULE_FEATURES
 """Optional fields of `AttentionSpec`: `"sliding_window"`, `"softcap"`, `"alibi_slopes"` and `"sinks"`. A backend lists the
-features that it computes; layers with other features are refused."""
+features that it computes, out of these and RULE_FEATURES; layers with other features are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Capabilities:
     max_group_size: int | None = None
     """Maximum number of query heads per kv head. None means any."""
     features: frozenset[str] = frozenset()
-    """Optional fields of `AttentionSpec` that the backend computes, out of FEATURES."""
+    """Features of layers that the backend computes, out of FEATURES and RULE_FEATURES."""
     dense_prefill: bool = False
     """True if PREFILL reads this step's k and v instead of the cache. `layouts` and `block_multiple` then do not apply to
     PREFILL, and layers without a cache are supported (`AttentionSpec.dense`)."""
@@ -178,8 +180,11 @@ class Capabilities:
             yield Reason("invariance", f"a backend that declares {need}", got)
         if not spec.causal and not self.non_causal:
             yield Reason("causal", "a backend that declares non_causal, so that queries see later keys", "causal=False")
-        for feature in sorted(spec.features - self.features):
-            yield Reason(feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}")
+        refused = sorted(spec.features - self.features)
+        for feature in refused if "rule" not in refused else [each for each in refused if "rule." not in each]:
+            value = getattr(spec, feature.partition(".")[0])
+            hint = "sdpa computes every attention rule" * (feature in RULE_FEATURES)
+            yield Reason(feature, "a backend that computes it", f"{feature}={value}", hint)
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 BLOCK_MULTIPLE: Final = 8
 """Common divisor of all block sizes that an engine accepts."""
-OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
+OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks", "rule")
 """Optional features of a layer: fields that are None in plain causal attention."""
 
 
@@ -45,6 +45,7 @@ def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
         "a value inside the key has the key's scale": layer.k_scale == layer.v_scale or not layer.value_in_key,
         "attention that is not causal reads no cache: it is dense": layer.causal or layer.dense,
         "ALiBi slopes count back from the query: they need a causal layer": layer.causal or layer.alibi_slopes is None,
+        "an attention rule needs a causal layer": layer.causal or layer.rule is None,
         "without a cache it has no element type": not (own_kv_dtype and layer.dense),
         "a sliding window must be positive": layer.sliding_window is None or layer.sliding_window > 0,
         "a soft-cap must be positive": layer.softcap is None or layer.softcap > 0,
@@ -61,7 +62,8 @@ def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
 def describe(layer: Any, v_head_dim: int, dtype: str, kv_dtype: str, where: str = "", more: str = "") -> str:
     """Return a description of a layer, such as `32/8 heads x 128 bfloat16`. where: text after the element type. more: text at
     the end."""
-    extra = "".join(f" {name}" for name in sorted(OPTIONAL) if getattr(layer, name) is not None) + more
+    used = {name: f" {name}" for name in sorted(OPTIONAL) if getattr(layer, name) is not None}
+    extra = "".join(used.values() if layer.rule is None else (used | {"rule": f" rule {layer.rule}"}).values()) + more
     if kv_dtype != dtype:
         extra = f", {kv_dtype} cache{extra}"
     dim = str(layer.head_dim) if v_head_dim == layer.head_dim else f"{layer.head_dim}/{v_head_dim}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from headway.core.contract.layer import OPTIONAL, Invariance, describe, fault_of
+from headway.core.contract.rule import AttentionRule
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -43,6 +44,9 @@ class AttentionSpec:
     sinks: tuple[float, ...] | None = None
     """One sink logit per query head, or None. It is added to the softmax denominator, has no value vector and is not scaled
     (GPT-OSS; Xiao et al. 2023)."""
+    rule: AttentionRule | None = None
+    """Rule that changes scores, mask or values, or None. Applied to scores after `softcap` and ALiBi; a query sees a key only if
+    the rule's mask and the layer both allow it."""
     kv_dtype: torch.dtype | None = None
     """Element type of the cache, out of KV_DTYPES. None means `dtype`."""
     k_scale: float = 1.0
@@ -102,8 +106,11 @@ class AttentionSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """Names of the optional fields that are set: features beyond plain attention."""
-        return frozenset(name for name in OPTIONAL if getattr(self, name) is not None)
+        """Names of the optional fields that are set, and of a rule's features: features beyond plain attention."""
+        found = {name for name in OPTIONAL if getattr(self, name) is not None}
+        if self.rule is not None:
+            found |= {f"rule.{name}" for name in {"blocks"} & self.rule.parts | ({"ahead"} if self.rule.ahead else set())}
+        return frozenset(found)
 
     def __str__(self) -> str:
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))

@@ -23,9 +23,9 @@ from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import Model, embedding_size, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
+from headway.core.contract.text_plugins import Proposer
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
@@ -102,6 +102,7 @@ class EngineLoop:
             smallest_chunk=pool.smallest_chunk,
             checkpoints=None if states is None else Checkpoints(states, pages.checkpoint_interval, self.stats),
             stats=self.stats,
+            ahead=limits.ahead,
         )
         self.adapters = None if executor.adapters is None else AdapterTable(executor.adapters)
         """Adapters that requests may name. None means that the model has no adapter slots."""
@@ -547,6 +548,12 @@ def make_engine(parts: EngineParts) -> EngineLoop:
     config = parts.config or EngineConfig()
     layers = parts.layers or LayerSpecs.of(model, config.kv_cache_dtype)
     config = config.for_device(layers.device)
+    chunks = 2 if config.invariance is Invariance.BATCH else 1  # `IndependentScheduler` computes half the budget at a time
+    if layers.ahead * chunks > config.step_tokens:
+        need = f"at least {layers.ahead * chunks}, for the first tokens that see each other by an attention rule (ahead)"
+        raise ConfigError("max_num_batched_tokens", need, config.step_tokens)
+    if config.record_steps and any(spec.rule is not None for spec in layers.cached):
+        raise ConfigError("record_steps", "layers without an attention rule, which a record cannot contain", config.record_steps)
     if config.deterministic:
         config = prepare_deterministic(parts.source, layers, state_layers(model), config)
     device = DeviceParts(
@@ -572,7 +579,12 @@ def make_engine(parts: EngineParts) -> EngineLoop:
         times = StepTimes(executor.selector.decode_us) if parts.measured else None
         drafting = Drafting(proposer, model.vocab_size, config.num_speculative_tokens, times)
     limits = RequestLimits.of(
-        config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size, embedding_size(model)
+        config,
+        executor.capacity.max_model_len,
+        model.max_position_embeddings,
+        model.vocab_size,
+        embedding_size(model),
+        layers.ahead,
     )
     scheduler = IndependentScheduler if config.invariance is Invariance.BATCH else Scheduler
     engine = EngineLoop(executor, config, limits, parts.eos_token_ids, scheduler, drafting)

@@ -53,6 +53,8 @@ FEATURES = (
 - latent: values are part of keys.
 - bidirectional: queries see later keys, either all of them or those within a window.
 """
+RULE_LAYERS = ("rule", "rule-blocks")
+"""Features of a layer with an attention rule, and of one whose rule chooses blocks."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
 """Kinds of memory for a cache.
 
@@ -182,7 +184,7 @@ class CheckCell(KitCell):
         "phase": one_of(("-", "long", *PHASES)),
         "memory": one_of(MEMORIES),
         "dtype": one_of((*DTYPES, "float64")),
-        "feature": one_of(FEATURES),
+        "feature": one_of((*FEATURES, *RULE_LAYERS)),
         "scale": one_of((*SCALES, USUAL_SCALE)),
         "scores": one_of((*SCORES, NEEDLE)),
         "work": one_of((*WORKS, FEW)),

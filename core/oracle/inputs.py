@@ -26,6 +26,7 @@ from headway.core.oracle.cells import (
     MODEL_WINDOWS,
     NEEDLE,
     PLAIN_INPUTS,
+    RULE_LAYERS,
     SCALE,
     SCALES,
     SCORES,
@@ -222,6 +223,8 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
         return False
     if cell.scores in ("high", "low") and (cell.feature in ("softcap", "sinks") or cell.feature.endswith("together")):
         return False  # saturated, or the sink has all the weight
+    if cell.feature in RULE_LAYERS and cell.scores not in ("normal", "mean", *(("equal", "dominant") * (cell.feature == "rule"))):
+        return False  # a rule may magnify the rounding of lifted scores; equal scores leave a choice of blocks open
     if cell.feature.startswith("int8") and cell.dtype != "float32" and cell.scores in _LIFT:
         return False  # each key has its own scale: rounding one to 16 bits moves a lifted score by much
     if _hides(cell, steps):

@@ -75,6 +75,9 @@ def attend(spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: 
         if not spec.causal:
             ago = ago.abs()
         hidden = ago < -future
+        gate = None
+        if spec.rule is not None:
+            scores, hidden, gate = _with_rule(spec, part, keys, scores, hidden, first + start)
         if spec.sliding_window is not None:
             hidden = hidden | (ago >= spec.sliding_window)
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -84,9 +87,49 @@ def attend(spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: 
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.squeeze(-1))
         weights = weights.mul_((top - lse[..., None]).exp_()).nan_to_num_(0.0)
+        weights = weights if gate is None else weights * gate
         outs.append((weights.flatten(1, 2) @ values).view(spec.num_heads, n, -1).transpose(0, 1))
         lses.append(lse.reshape(spec.num_heads, n))
     return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _with_rule(
+    spec: AttentionSpec, q: Tensor, keys: Tensor, scores: Tensor, hidden: Tensor, first: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return scores by the layer's rule, True for the keys that are not seen, and the factors of the values, or None.
+
+    q: [num_heads, n, head_dim], from position `first`. keys: [kv_heads, head_dim, m]. scores: [kv_heads, group_size, n, m].
+    hidden: bool [n, m], without the rule."""
+    rule, shape, n = spec.rule, scores.shape, q.shape[1]
+    assert rule is not None
+    q_pos, k_pos = torch.arange(first, first + n, device=q.device)[:, None], torch.arange(shape[3], device=q.device)
+    head = torch.arange(spec.num_heads, device=q.device)[:, None, None]
+    if rule.ahead:
+        hidden = hidden & ((q_pos >= rule.ahead) | (k_pos >= rule.ahead))
+    seen_at = torch.where(k_pos < rule.ahead, k_pos, torch.minimum(k_pos, q_pos))  # the positions that a rule may be called with
+    params = rule.params(head)
+    scores = rule.score(scores.flatten(0, 1), q_pos, seen_at, head, params).view(shape)
+    hidden = (hidden | ~rule.mask(q_pos, seen_at, head, params)).expand(spec.num_heads, n, shape[3])
+    if "blocks" in rule.parts:
+        hidden = hidden | torch.stack([_unseen_by_blocks(spec, q[:, row], keys, first + row) for row in range(n)], 1)
+    if "gate" not in rule.parts:
+        return scores, hidden.reshape(shape), None
+    gate = rule.gate(q_pos, seen_at, head, params).double().expand(spec.num_heads, n, shape[3])
+    return scores, hidden.reshape(shape), gate.reshape(shape)
+
+
+def _unseen_by_blocks(spec: AttentionSpec, q: Tensor, keys: Tensor, position: int) -> Tensor:
+    """Return bool [num_heads, m]: True for keys in blocks that the query at a position does not see. q: [num_heads, head_dim]."""
+    rule, unseen = spec.rule, torch.zeros(spec.num_heads, keys.shape[2], dtype=torch.bool, device=q.device)
+    assert rule is not None
+    before = min(position, keys.shape[2]) // rule.block_keys
+    if before:
+        blocks = keys[:, :, : before * rule.block_keys].unflatten(2, (before, -1)).permute(2, 0, 3, 1)
+        at, heads = torch.tensor([position], device=q.device), torch.arange(spec.num_heads, device=q.device)[:, None]
+        chosen = rule.blocks(q[None].float(), rule.summary(blocks.float()), at, rule.params(heads))[0]
+        of_head = torch.arange(spec.num_heads, device=q.device) * len(chosen) // spec.num_heads
+        unseen[:, : before * rule.block_keys] = ~chosen[of_head].repeat_interleave(rule.block_keys, 1)
+    return unseen
 
 
 def _per_head(spec: AttentionSpec, values: Sequence[float] | None, device: torch.device) -> Tensor | None:

@@ -413,7 +413,8 @@ class AttentionCandidates(Candidates[AttentionSpec, AttentionBackend, CacheLayou
             (spec, f"{spec.head_dim}" if spec.head_dim == spec.v_head_dim else f"{spec.head_dim}/{spec.v_head_dim}")
             for spec in specs
         )
-        heads = dict.fromkeys(f"{spec.num_heads}/{spec.num_kv_heads} x {size}" for spec, size in sizes)
+        rules = {spec: "" if spec.rule is None else f" {spec.rule}" for spec in specs}
+        heads = dict.fromkeys(f"{spec.num_heads}/{spec.num_kv_heads} x {size}{rules[spec]}" for spec, size in sizes)
         types = dict.fromkeys(
             "-" if spec.dense else KV_DTYPE_NAMES.get(spec.cache_dtype, str(spec.cache_dtype)) for spec in specs
         )

@@ -6,13 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import Model, latent_layers, state_layers
+from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.rule import AttentionRule, check_rule
 from headway.core.contract.spec import KV_DTYPES, AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.select.costs import Shape
@@ -22,9 +24,9 @@ AUTO = "auto"
 """Value of a backend option that lets the selector choose."""
 
 
-KINDS = ("latent", "wide", "window", "full", "encoder", "state", "draft")
-"""Names of kinds of layers, most specific first. `state` layers have a state instead of attention; `draft` means all layers of a
-draft model."""
+KINDS = ("rule", "latent", "wide", "window", "full", "encoder", "state", "draft")
+"""Names of kinds of layers, most specific first. `rule` layers have an attention rule; `state` layers have a state instead of
+attention; `draft` means all layers of a draft model."""
 _WIDE = 256
 """Largest head_dim of a layer that is not `wide`."""
 PHASES = ("prefill", "decode")
@@ -34,6 +36,7 @@ PHASES = ("prefill", "decode")
 def kinds_of(spec: AttentionSpec) -> tuple[str, ...]:
     """Return the names of an attention layer's kinds, most specific first, out of KINDS."""
     holds = {
+        "rule": spec.rule is not None,
         "latent": spec.value_in_key,
         "wide": spec.head_dim > _WIDE and not spec.value_in_key,
         "window": spec.sliding_window is not None,
@@ -285,6 +288,60 @@ class LayerSpecs:
         expanded = {new: self.expanded[old] for old, new in zip(self.cached, cached, strict=True) if old in self.expanded}
         return replace(self, cached=cached, expanded=expanded)
 
+    def with_rules(
+        self, rules: Mapping[str, AttentionRule], numbers: Sequence[int], longest: int, ranks: Ranks = ONE_RANK
+    ) -> LayerSpecs:
+        """Return the layers with attention rules, which are checked by running them.
+
+        rules: "all", a kind of layers, layers.N or layers.N-M -> rule. The most specific key of a layer decides. numbers: number
+        of each layer in the model, from 0. longest: maximum length of a sequence in tokens. ranks: a rule is for the heads of all
+        ranks, and a layer has those of this rank.
+
+        :raises ConfigError: if a key names no layer, or a rule does not pass its check or cannot be applied to its layers.
+        """
+        if not rules:
+            return self
+        chosen = list[AttentionRule | None]([None] * len(self.cached))
+        for key in sorted(rules, key=lambda key: 0 if key == "all" else 2 if key.startswith("layers.") else 1):
+            places = [place for place, spec in enumerate(self.cached) if _names_layer(key, spec, numbers[place])]
+            if not places:
+                need = f"all, layers.N or layers.N-M of {len(numbers)} attention layers, or a kind: {', '.join(self.kinds)}"
+                raise ConfigError("attention_rules", need, repr(key))
+            for place in places:
+                chosen[place] = rules[key]
+        made = cache(partial(self._ruled, longest=longest, ranks=ranks))  # equal layers are checked once
+        cached, expanded = list[AttentionSpec](), dict[AttentionSpec, AttentionSpec]()
+        for spec, rule in zip(self.cached, chosen, strict=True):
+            found = spec if rule is None else made(spec, rule)
+            cached.append(found)
+            if spec in self.expanded:
+                expanded[found] = replace(self.expanded[spec], rule=found.rule)
+        return replace(self, cached=cached, expanded=expanded)
+
+    def _ruled(self, spec: AttentionSpec, rule: AttentionRule, longest: int, ranks: Ranks) -> AttentionSpec:
+        """Return the spec of a layer with a rule, on this rank."""
+        who, heads = f"attention rule {rule.name}", spec.num_heads * ranks.size
+        if spec.dense:
+            raise ConfigError(who, "a layer with a cache", "a layer of an encoder")
+        if spec.value_in_key and "blocks" in rule.parts:
+            raise ConfigError(f"{who}, blocks", "layers with keys for each head", "latent layers (MLA)")
+        if spec.sliding_window is not None and "blocks" in rule.parts:
+            raise ConfigError(
+                f"{who}, blocks", "layers without a window, which forget keys", f"a window of {spec.sliding_window}"
+            )
+        if rule.ahead and self.states:
+            raise ConfigError(f"{who}, ahead", "a model of attention layers", "one with state layers, which see no later tokens")
+        if longest > rule.max_len:
+            hint = f"--max-model-len {rule.max_len}"
+            raise ConfigError("max_model_len", f"at most {rule.max_len}, the max_len of {who}", longest, hint)
+        check_rule(rule, heads, spec.num_kv_heads * ranks.size, spec.head_dim, longest)
+        return replace(spec, rule=rule if ranks.size == 1 else rule.for_heads(spec.num_heads * ranks.rank, spec.num_heads))
+
+    @property
+    def ahead(self) -> int:
+        """Number of a prompt's first tokens that one step computes, because a rule lets them see each other."""
+        return max((spec.rule.ahead for spec in self.cached if spec.rule is not None), default=0)
+
     @cached_property
     def groups(self) -> Mapping[str, LayerSpecs]:
         """Most specific kind -> specs of the attention layers of this kind, in layer order. Each of these groups has its own
@@ -367,6 +424,13 @@ class LayerSpecs:
             return frozenset({Phase.PREFILL})
         latent = any(spec.kind == cached.kind for cached in self.expanded)
         return frozenset(Phase) - {Phase.PREFILL} if latent else frozenset(Phase)
+
+
+def _names_layer(key: str, spec: AttentionSpec, number: int) -> bool:
+    """Return whether a key of the option attention_rules names a layer. number: the layer's number in the model."""
+    if match := re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", key):
+        return int(match[1]) <= number <= int(match[2] or match[1])
+    return key in ("all", *kinds_of(spec))
 
 
 _CHUNK = 2048

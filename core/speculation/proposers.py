@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from headway.core.contract.sampling_plugins import ProposerInfo, ProposerOptions
+from headway.core.contract.text_plugins import ProposerInfo, ProposerOptions
 
 WIDTHS = (2, 4, 8)
 """Numbers of query tokens per sequence for which verifications are captured. Other numbers are rounded up."""

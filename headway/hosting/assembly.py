@@ -23,7 +23,7 @@ from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.operation import STATE
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
+from headway.core.contract.text_plugins import Proposer, ProposerOptions
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.engine.execution.host_rows import HostRows
@@ -36,7 +36,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.select.kernels import check_names
 from headway.core.select.request import LayerSpecs, draft_cache_dtype
 from headway.core.system.part_clock import PartClock
-from headway.hosting.rank_assembly import EngineChoices, load_part, make_rank, rank_devices, sampling_of, start_ranks
+from headway.hosting.rank_assembly import EngineChoices, layers_of, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.kernels.experts.bound import AUTO
 from headway.kernels.runtime.compile_ahead import compile_ahead
@@ -132,6 +132,7 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
         speculative_model=None,
         record_steps=0,
         record_tensors=False,
+        attention_rules={},
         tokenizer=None,
         skip_tokenizer_init=True,
         hf_overrides=None,
@@ -359,7 +360,7 @@ def _load(start: _Start) -> _Loaded:
         with start.clock.part("weights"):
             model = load_part(start.args, start.registry, start.device, start.ranks)
         decoder = model.decoder
-        layers = LayerSpecs.of(decoder, start.config.kv_cache_dtype, decoder.kv_scales)
+        layers = layers_of(model, start.args, start.registry, start.ranks)
 
         def compile_model() -> SamplingOps:
             with on_device(start.device):
@@ -462,7 +463,7 @@ def _engine(
         proposer=proposer,
         compile_ahead=start.ahead,
         hosts=HostRows(grammars, start.registry.logits_processors, processors),
-        weights="" if config.kv_offload_dir is None else _identity_of(model, start.args.load_format),
+        weights="" if config.kv_offload_dir is None else _identity_of(model, start.args.load_format, loaded.layers),
         name=model.name,
         ranks=start.ranks,
         processes=start.processes,
@@ -530,15 +531,17 @@ def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torc
 _WEIGHTS = (".safetensors", ".gguf", ".json")
 
 
-def _identity_of(model: LoadedModel, load_format: str) -> str:
+def _identity_of(model: LoadedModel, load_format: str, layers: LayerSpecs) -> str:
     """Return a digest that identifies the weights and how they are computed, for blocks offloaded to disk.
 
-    The digest covers config.json, the weight files' names, sizes and times, the implementation, the kind of device and the dtype.
+    The digest covers config.json, the weight files' names, sizes and times, the implementation, the kind of device, the dtype,
+    and the layers' attention rules.
     """
     decoder = model.decoder
     digest = hashlib.blake2b(digest_size=16)
     parts: list[object] = [load_format, model.implementation, decoder.dtype, decoder.device.type]
     parts += ["long factors"] if model.long_factors else []
+    parts += [(place, spec.rule.digest) for place, spec in enumerate(layers.cached) if spec.rule is not None]
     files = [model.folder] if model.folder.is_file() else sorted(model.folder.iterdir())
     for path in files:
         if path.suffix in _WEIGHTS and path.is_file():

@@ -12,6 +12,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.model import state_layers
+from headway.core.contract.ranks import ONE_RANK
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
@@ -26,6 +27,7 @@ from headway.kernels.experts.bound import AUTO, ExpertsOptions
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling
 from headway.machine.process import bound_kernel_caches, set_threads
+from headway.models.config import DecoderConfig
 from headway.models.loader import LoadedModel, LoadOptions, load_model
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest
@@ -119,8 +121,9 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     ahead = compile_ahead(device)
     budget = 0.0 if config.deterministic else TableRequest(budget=args.autotune_budget, tune=args.tune).seconds(device)
     choose_all_reduce(start.ranks, registry.all_reduce, budget)
-    decoder = load_part(args, registry, device, start.ranks).decoder
-    layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
+    loaded = load_part(args, registry, device, start.ranks)
+    decoder = loaded.decoder
+    layers = layers_of(loaded, args, registry, start.ranks)
     if config.deterministic:
         config = prepare_deterministic(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
@@ -140,6 +143,25 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
         ranks=start.ranks,
     )
     return LocalExecutor(parts)
+
+
+def layers_of(loaded: LoadedModel, args: EngineArgs, registry: Registry, ranks: Ranks = ONE_RANK) -> LayerSpecs:
+    """Return the specs of a model's layers, with the options' cache dtypes and attention rules.
+
+    :raises HeadwayError: if a dtype or a rule cannot be used.
+    """
+    decoder = loaded.decoder
+    layers = LayerSpecs.of(decoder, args.kv_cache_dtype, decoder.kv_scales)
+    config = getattr(decoder, "config", None)
+    caching = [layer.caches for layer in config.layers] if isinstance(config, DecoderConfig) else [True] * len(layers.cached)
+    rules = {
+        key: registry.attention_rule(given, False, "config.json, headway_attention_rules")
+        for key, given in loaded.attention_rules.items()
+    }
+    files = not args.require_passport  # a passport does not cover a rule's file
+    rules |= {key: registry.attention_rule(given, files) for key, given in args.attention_rules.items()}
+    longest = args.max_model_len or decoder.max_position_embeddings
+    return layers.with_rules(rules, [number for number, caches in enumerate(caching) if caches], longest, ranks)
 
 
 def sampling_of(

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-_GENERATING = {
+_GENERATING: dict[str, object] = {
+    "attention_rules": {},
     "deterministic": False,
     "enable_lora": False,
     "logits_processors": ((),),

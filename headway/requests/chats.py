@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from headway.core.chat.builtin import ALIASES, BUILTIN
-from headway.core.contract.chat_parsers import ChatContext, ChatParser, ChatParserInfo, ChatPiece
 from headway.core.contract.errors import ConfigError, PromptError, made_by
+from headway.core.contract.text_plugins import ChatContext, ChatParser, ChatParserInfo, ChatPiece
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.json_text import parse_json
 from headway.core.system.logs import warn_once

@@ -10,8 +10,8 @@ from types import NoneType
 from typing import Any, Final, Literal
 
 from headway.core.chat.builtin import BUILTIN, HERMES
-from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.text_plugins import CallSyntax, ChatParserInfo
 from headway.core.sampling.guidance_notation import format_of
 from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
 from headway.core.system.text import shown

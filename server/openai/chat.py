@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Final
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 
-from headway.core.contract.chat_parsers import ChatPiece
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.text_plugins import ChatPiece
 from headway.core.engine.data.request_limits import CheckedRequest
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText

@@ -50,6 +50,9 @@ class Wanted:
     """Path of compute-sanitizer, under which the cells run; "" means no sanitizer."""
     model: str = ""
     """Path of a config.json, or name of a model, whose layers replace the kit's own; "" means the kit's own."""
+    rule: str = ""
+    """Attention rule of the layers, as FILE.py:CLASS or a plugin's name; "" means none. Without `model`, the layers are a few of
+    the kit's own."""
     stop_at_failure: bool = False
     """True to end the run at the first cell that fails."""
     guesses: bool = True
@@ -94,6 +97,7 @@ def check(
         kind=listed.kind,
         plugin=listed.plugin,
         model=wanted.model,
+        rule=wanted.rule,
         origin=Origin.here(),
         version=_version(listed.owner),
         date=now(),
@@ -107,7 +111,7 @@ def check(
 
 
 def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
-    kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
+    kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model, wanted.rule)
     listed = Listed(**list_cells(kit, True, wanted.layout, wanted.cell))
     results = _tried(listed.cells, listed, trial) or [run_cell(kit, cell, guesses=wanted.guesses) for cell in listed.cells]
     return listed, results, 0
@@ -120,7 +124,8 @@ def _in_children(
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
     children = [
-        CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, wanted.guesses, watch) for watch in watches
+        CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, wanted.guesses, watch, wanted.rule)
+        for watch in watches
     ]
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout, only_cell=wanted.cell)

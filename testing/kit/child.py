@@ -19,8 +19,8 @@ from headway.testing.kit.runner import OUT_OF_BOUNDS
 from headway.testing.kit.subject import brought_by
 
 
-def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
-    """Respond to requests until the input ends. model: model whose layers are tested; "" means the kit's own layers."""
+def main(target: str, device: str, threads: int, model: str, rule: str, plugins: Sequence[str]) -> None:
+    """Respond to requests until the input ends. model, rule: as for `make_kit`."""
     replies = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
@@ -32,7 +32,7 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
                 reply(replies, {"targets": brought_by(plugins)})
                 continue
             if kit is None:
-                kit = make_kit(target, device, plugins, model)
+                kit = make_kit(target, device, plugins, model, rule)
             reply(replies, _answer(kit, device, request))
         except HeadwayError as error:
             reply(replies, {"error": str(error)})
@@ -69,4 +69,4 @@ def _answer(kit: Kit, device: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5], sys.argv[6:])

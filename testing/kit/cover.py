@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 import numpy
 import torch
 
 from headway.core.contract.metadata import Phase
+from headway.core.contract.rule import AttentionRule
 from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import Support
 from headway.core.oracle.cells import (
@@ -32,6 +33,8 @@ from headway.core.oracle.cells import (
     MODEL_SOFTCAPS,
     MODEL_WINDOWS,
     PHASES,
+    RULE_LAYERS,
+    SCALE,
     USUAL_SCALE,
     CheckCell,
     Skipped,
@@ -39,8 +42,9 @@ from headway.core.oracle.cells import (
     decisive_sinks,
     make_spec,
 )
-from headway.core.oracle.inputs import deal, possible
+from headway.core.oracle.inputs import deal, possible, steps_of
 from headway.core.oracle.steps import TABLE_BLOCKS
+from headway.core.select.request import LayerSpecs
 from headway.models.loader import read_layer_specs
 from headway.testing.kit.stage import greedy, shuffled
 from headway.testing.kit.subject import AttentionSubject
@@ -53,6 +57,8 @@ MOST_QUICK_WORK, MOST_WORK = 6e7, 4e8
 """Work limits of a model's layers in a quick and in a full run. They are higher than the limits in `core.oracle.inputs`, because
 a model has few and large layers."""
 
+_LONGEST = 1 << 17
+"""Number of tokens that no sequence of the kit exceeds."""
 Place = tuple[str, int]
 """Pair of a layout's name and a block size."""
 
@@ -111,6 +117,28 @@ def read_model_layers(model: str, device: torch.device) -> Mapping[str, ModelLay
     return found
 
 
+def rule_layers(rule: AttentionRule, layers: Mapping[str, ModelLayer], device: torch.device) -> Mapping[str, ModelLayer]:
+    """Return layers with an attention rule. layers: layers of a model to apply it to; empty means layers of the kit's own.
+
+    :raises ConfigError: if the rule does not pass its check, or does not fit a layer.
+    """
+    heads = rule.num_heads or 8
+    sizes = [(max(1, heads // 4), 64, torch.float32, None), (heads, 80, torch.bfloat16, None), (1, 64, torch.float32, 37)]
+    plain = [
+        AttentionSpec(heads, kv_heads, dim, SCALE * dim**-0.5, dtype, device, sliding_window=window)
+        for kv_heads, dim, dtype, window in sizes
+        if heads % kv_heads == 0 and (window is None or "blocks" not in rule.parts)
+    ]
+    own = [ModelLayer(str(n), spec, (n,), len(plain), frozenset(Phase)) for n, spec in enumerate(plain)]
+    found = {}
+    for layer in layers.values() or own:
+        ruled = (
+            LayerSpecs([replace(layer.spec, dense=False)]).with_rules({"all": rule}, [0], min(rule.max_len, _LONGEST)).cached[0]
+        )
+        found[layer.name] = replace(layer, spec=replace(layer.spec, rule=ruled.rule))
+    return found
+
+
 def layer_cells(
     layer: ModelLayer,
     subject: AttentionSubject,
@@ -132,13 +160,28 @@ def layer_cells(
             layout, block_size = places[number % len(places)]
             cells.append(layer.cell.plain("answer", phase=phase, layout=layout, block_size=block_size))
             first.setdefault(phase, cells[-1])
-    yield from deal(cells, MOST_QUICK_WORK if quick else MOST_WORK)
+    longest = _LONGEST if layer.spec.rule is None else layer.spec.rule.max_len
+    dealt = [*deal(cells, MOST_QUICK_WORK if quick else MOST_WORK)]
+    if subject.claims.lse and longest >= _LONGEST:
+        dealt += deal([cell.plain("lse") for cell in first.values()], MOST_QUICK_WORK)
+    yield from (cell for each in dealt if (cell := _shorter(each, longest)) is not None)
     if not first:
         return
-    if subject.claims.lse:
-        yield from deal([cell.plain("lse") for cell in first.values()], MOST_QUICK_WORK)
+    if longest < _LONGEST:
+        return
     whole = max(served, key=lambda place: len(served[place]))
     yield from many_steps(layer.cell.plain("answer", layout=whole[0], block_size=whole[1]), served[whole])
+
+
+def _shorter(cell: CheckCell, longest: int) -> CheckCell | None:
+    """Return a cell whose sequences have at most `longest` tokens, or None if no kind of work has such sequences."""
+
+    def fits(work: str) -> bool:
+        lens = [*chain.from_iterable(steps_of(work, cell.phase, cell.block_size))]
+        return bool(lens) and all(new + context <= longest for new, context, _ in lens)
+
+    works = (cell.work, "edges", "level", FEW)
+    return next((replace(cell, work=work) for work in works if longest >= _LONGEST or fits(work)), None)
 
 
 def layer_support(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int, ...]) -> str:
@@ -187,6 +230,8 @@ def _served(layer: ModelLayer, subject: AttentionSubject, block_sizes: tuple[int
 def _feature(spec: AttentionSpec) -> str:
     """Return the name of the layer's feature, as listed in cells.FEATURES."""
     names = [_FEATURES[name] for name in _FEATURES if name in spec.features]
+    if spec.rule is not None:
+        return RULE_LAYERS["blocks" in spec.rule.parts]
     if spec.value_in_key:
         return "latent"
     if names:

@@ -12,18 +12,20 @@ from typing import Any, Final
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import ATTENTION, EXPERTS, LINEAR, STATE
 from headway.core.oracle.cells import CheckCell, KitCell
 from headway.core.oracle.steps import CellErrors
+from headway.registry import create_registry
 from headway.registry.plugin_sources import HUB, split_target
 from headway.testing.kit import weights
 from headway.testing.kit.attention import AttentionStage
 from headway.testing.kit.checks import answers, claims, engine, every, graphs, layouts, states
-from headway.testing.kit.cover import ModelLayer, read_model_layers
+from headway.testing.kit.cover import ModelLayer, read_model_layers, rule_layers
 from headway.testing.kit.report import CellResult, result_of
 from headway.testing.kit.stage import Stage
 from headway.testing.kit.states import StateStage
-from headway.testing.kit.subject import WORDS, AttentionSubject, Subject, load_any_subject
+from headway.testing.kit.subject import BASELINE, WORDS, AttentionSubject, Subject, load_any_subject
 from headway.testing.kit.weights import ExpertsStage, LinearStage
 
 Check = Callable[[Any, Any], str]
@@ -166,18 +168,34 @@ class Kit:
         return result_of(cell, lambda: check(self.stage, cell), self.stage.errors)
 
 
-def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str = "") -> Kit:
-    """Return the kit for a target; see `load_any_subject`. model: model whose layers are tested, as in `read_layer_specs`; ""
-    means the kit's own.
+def kernels_for(rule: str, model: str, device: str, plugins: Sequence[str] = ()) -> list[str]:
+    """Return the names of the attention backends that support a rule in any phase of a layer. Arguments as for `make_kit`.
 
-    :raises HeadwayError: if the subject or model does not exist, or does not load.
+    :raises HeadwayError: if the rule or model does not exist, or the rule does not pass its check.
+    """
+    layers = make_kit(BASELINE, device, plugins, model, rule).layers.values()
+    registry = create_registry(plugins)
+
+    def serves(name: str) -> bool:
+        subject = AttentionSubject(registry, name, torch.device(device))
+        return any(each.support(subject, layout, 16, phase) for each in layers for layout in subject.layouts for phase in Phase)
+
+    return [name for name in registry.able(torch.device(device)) if serves(name)]
+
+
+def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str = "", rule: str = "") -> Kit:
+    """Return the kit for a target; see `load_any_subject`. model: model whose layers are tested, as in `read_layer_specs`; ""
+    means the kit's own. rule: attention rule of all layers, as in `Registry.attention_rule`; "" means none.
+
+    :raises HeadwayError: if the subject, model or rule does not exist, or does not load.
     """
     place = torch.device(device)
     found = load_any_subject(target, place, plugins=plugins)
-    if model and not isinstance(found, AttentionSubject):
+    if (model or rule) and not isinstance(found, AttentionSubject):
         need = "a backend of attention to try its layers with"
-        raise ConfigError("--model", need, f"{found.name}, a {WORDS[found.kind.name]}")
-    return Kit(found, read_model_layers(model, place) if model else {})
+        raise ConfigError("--model" if model else "--rule", need, f"{found.name}, a {WORDS[found.kind.name]}")
+    layers = read_model_layers(model, place) if model else {}
+    return Kit(found, rule_layers(found.registry.attention_rule(rule), layers, place) if rule else layers)
 
 
 def list_cells(kit: Kit, quick: bool, layout: str, cell: str) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class CheckReport(ResultFile):
     """Plugin files that were registered in addition to the installed plugins."""
     model: str = ""
     """Model whose layers were tested; "" means the kit's own layers."""
+    rule: str = ""
+    """Attention rule of the layers; "" means none."""
     subject: str
     """Name under which the subject is registered."""
     digest: str = ""

@@ -130,6 +130,8 @@ class CellProcess:
     """True if failures include a likely cause. Finding the cause may take longer than running the cell."""
     sanitizer: Sanitizer | None = None
     """Sanitizer that checks the memory accesses of the process's kernels. None means no sanitizer."""
+    rule: str = ""
+    """Attention rule of all layers; "" means none."""
     deaths: int = 0
     """Number of times that a cell ended the process or made the GPU unusable for the process."""
     _process: Child | None = None
@@ -205,7 +207,7 @@ class CellProcess:
 
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         if self._process is None:
-            arguments = self.target, self.device, str(self.threads), self.model
+            arguments = self.target, self.device, str(self.threads), self.model, self.rule
             command = python_command("headway.testing.kit.child", *arguments, *self.plugins)
             limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
             if self.sanitizer is not None:

@@ -174,10 +174,10 @@ def test_the_page_of_options_is_the_one_that_is_printed() -> None:
 
 def test_each_option_of_llm_is_a_flag_of_generate_or_a_python_object(headway: Headway) -> None:
     text = headway("generate", "--help", columns=200).out
-    otherwise = {"plugins", "plugin_policy", "backends", "registry", "skip_tokenizer_init", "attn_options"}
+    otherwise = {"plugins", "plugin_policy", "backends", "registry", "skip_tokenizer_init", "attn_options", "attention_rules"}
     otherwise |= {"hf_overrides", "logits_processors", "worker_extension_cls"}
     names = set(inspect.signature(EngineArgs).parameters) - otherwise
-    for name in (*names, "attn_opt", "no_autotune", "plugin", "plugins"):
+    for name in (*names, "attn_opt", "attention_rule", "no_autotune", "plugin", "plugins"):
         assert f"--{name.replace('_', '-')} " in text, name
 
 

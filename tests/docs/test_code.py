@@ -102,6 +102,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for example in ("example", "layout"):
         shutil.copy(folder / "examples" / f"headway-{example}" / f"headway_{example}.py", folder)
     (folder / "my_backend.py").write_text(re.sub(r"\bExample\b", "MyBackend", (folder / "headway_example.py").read_text()))
+    (folder / "near_rule.py").write_text(next(each.text for each in BLOCKS if each.page == "docs/attention-rules.md"))
     (folder / "cache").mkdir()
     (folder / "cache" / "models").symlink_to(cache_folder() / "models")
     (folder / "installed").mkdir()

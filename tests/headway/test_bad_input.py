@@ -243,7 +243,7 @@ SIZES_OF_NATIVE = "head_dim: needs a multiple of 16 up to 256, got"
         ("attn_backend", "window=sdpa,window=sdpa.math", ["attn_backend: needs each kind and phase once"]),
         ("attn_backend", "prefill=a,prefill=b", ["attn_backend: needs each kind and phase once"]),
         ("attn_backend", "full:decode", ["attn_backend: needs auto, NAME"]),
-        ("attn_backend", "windows:decode=sdpa", ["needs a kind of layer: latent, wide, window, full, encoder"]),
+        ("attn_backend", "windows:decode=sdpa", ["needs a kind of layer: rule, latent, wide, window, full, encoder"]),
         ("attn_backend", "window:verify=sdpa", ["needs a phase: prefill or decode, got 'window:verify'"]),
         ("attn_backend", "window:decode=native", ["window layers: ", f"{SIZES_OF_NATIVE} 100"]),
         ("attn_backend", "wide:decode=native", ["wide layers: ", f"{SIZES_OF_NATIVE} 520"]),

@@ -43,8 +43,8 @@ from headway.core.contract.kernel import Kernel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.operation import KINDS, OperationKind
 from headway.core.contract.operation import STATE as STATES
-from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.text_plugins import ProposerOptions
 from headway.core.select.kernels import DEFAULT_BLOCK_SIZES
 from headway.core.system.child import die_with_parent, how_it_ended, message_of, open_replies, reply
 from headway.kernels.runtime.compile_ahead import compile_ahead

@@ -130,9 +130,10 @@ def _usable(path: Path, record: SpecRecord) -> CrossoverTable | None:
 
 def is_similar(known: SpecRecord, wanted: SpecRecord) -> bool:
     """Return whether times of one layer can be derived from times of another: both use tensor cores or neither does, both or
-    neither have values inside the keys, and both are causal or neither is. A dense layer has only prefill, as all layers have."""
+    neither have values inside the keys, both are causal or neither is, and neither has an attention rule. A dense layer has only
+    prefill, as all layers have."""
     kinds = [(layer.dtype == "float32", layer.value_in_key, layer.causal) for layer in (known, wanted)]
-    return kinds[0] == kinds[1] and (wanted.dense or not known.dense)
+    return kinds[0] == kinds[1] and (wanted.dense or not known.dense) and known.rule is wanted.rule is None
 
 
 def distance(one: SpecRecord, other: SpecRecord) -> float:

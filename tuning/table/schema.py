@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SerializeAsAny, model_validator
 
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.layer import describe, fault_of
 from headway.core.system.provenance import Origin
 from headway.core.system.text import shown
@@ -165,6 +166,8 @@ class SpecRecord(LayerRecord):
     softcap: FiniteFloat | None = None
     alibi_slopes: list[FiniteFloat] | None = None
     sinks: list[FiniteFloat] | None = None
+    rule: str | None = None
+    """Name and digest of the attention rule. Times of a layer with another rule do not apply."""
     v_head_dim: int = Field(default=0, ge=0)
     """Dimension of a value head. 0 means head_dim, as in all files before 2026-11-22."""
     value_in_key: bool = False
@@ -186,11 +189,17 @@ class SpecRecord(LayerRecord):
         found = {name: getattr(spec, name) for name in cls.model_fields}
         found |= {name: float(found[name]) for name in ("scale", "k_scale", "v_scale")}
         found |= {name: each and list(each) for name in ("alibi_slopes", "sinks") for each in [found[name]]}
+        found |= {"rule": None if spec.rule is None else str(spec.rule)}
         found |= {"dtype": DTYPE_NAMES[spec.dtype], "kv_dtype": KV_DTYPE_NAMES[spec.cache_dtype]}
         return cls(**found | {"v_head_dim": 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim})
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
-        """Return the layer of this record on a device."""
+        """Return the layer of this record on a device.
+
+        :raises ConfigError: if the layer has an attention rule, which is code that the record does not contain.
+        """
+        if self.rule is not None:
+            raise ConfigError("table", "a layer without an attention rule", self.rule)
         from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 
         found = self.model_dump()
@@ -205,10 +214,8 @@ class SpecRecord(LayerRecord):
         heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
         if self.v_head_dim or self.value_in_key:
             heads += (self.v_head_dim, self.value_in_key)
-        if self.dense:
-            heads += ("dense",)
-        if not self.causal:
-            heads += ("bidirectional",)
+        kinds = {"dense": self.dense, "bidirectional": not self.causal, self.rule: self.rule is not None}
+        heads += tuple(kind for kind, holds in kinds.items() if holds)
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
     @property

@@ -148,12 +148,15 @@ class BlockManager:
         smallest_chunk: int = SMALLEST_CHUNK,
         checkpoints: Checkpoints | None = None,
         stats: EngineStats | None = None,
+        ahead: int = 0,
     ) -> None:
         """num_pages: number of pages, including reserved pages. smallest_chunk: see SMALLEST_CHUNK. checkpoints: index of saved
-        states, or None. stats: counts evictions."""
+        states, or None. stats: counts evictions. ahead: see `LayerSpecs.ahead`."""
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
-        self._smallest_chunk = smallest_chunk
+        self.ahead = ahead
+        """Number of a prompt's first tokens that one step computes. Prefix hits contain all of them."""
+        self._smallest_chunk = max(smallest_chunk, ahead)
         self._windowed = [number for number, group in enumerate(self.groups) if group.window is not None]
         self._unwindowed = [number for number, group in enumerate(self.groups) if group.window is None]
         first = NULL_PAGE + 1 if self._windowed else 0
@@ -164,7 +167,7 @@ class BlockManager:
         self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
         self.misses = PrefixMisses(self.prefixes, EngineStats() if stats is None else stats)
         self._outside: set[int] = set()  # Free pages that left the window of their last sequence
-        self._shortest_hit = min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)])
+        self._shortest_hit = max(min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]), ahead)
         self._num_freed = [0] * len(self.groups)
         self.checkpoints = checkpoints
 

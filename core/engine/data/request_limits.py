@@ -44,6 +44,8 @@ class RequestLimits:
     embedding_size: int | None = None
     """Number of elements of an embedding row. None if prompts cannot be embeddings."""
     takes_adapters: bool = False
+    ahead: int = 0
+    """Minimum number of prompt tokens: `LayerSpecs.ahead`."""
 
     @classmethod
     def of(
@@ -53,8 +55,9 @@ class RequestLimits:
         max_position_embeddings: int,
         vocab_size: int,
         embedding_size: int | None = None,
+        ahead: int = 0,
     ) -> RequestLimits:
-        """Return the limits of an engine. max_position_embeddings: the model's maximum. embedding_size: see the field."""
+        """Return the limits of an engine. max_position_embeddings: the model's maximum. embedding_size, ahead: see the fields."""
         advice = "shorten it or raise kv_cache_memory"
         if max_model_len >= max_position_embeddings:
             advice = "shorten it; the model was made for no more"
@@ -63,7 +66,7 @@ class RequestLimits:
         elif not config.enable_chunked_prefill and max_model_len >= config.step_tokens:
             advice = "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
         size, by_priority = embedding_size if config.enable_prompt_embeds else None, config.scheduling_policy == "priority"
-        return cls(max_model_len, vocab_size, advice, config.max_logprobs, by_priority, size, config.enable_lora)
+        return cls(max_model_len, vocab_size, advice, config.max_logprobs, by_priority, size, config.enable_lora, ahead)
 
     def checked(
         self,
@@ -116,6 +119,9 @@ class RequestLimits:
                 f"{len(prompt_token_ids)} tokens",
                 self.advice,
             )
+        if len(prompt_token_ids) < self.ahead:
+            need = f"at least {self.ahead} tokens, because an attention rule lets these see each other (ahead)"
+            raise PromptError("prompt", need, f"{len(prompt_token_ids)} tokens")
         if isinstance(prompt_token_ids, EmbeddedPrompt):
             self.check_embedded(prompt_token_ids)
         else:

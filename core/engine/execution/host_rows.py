@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError, PluginError, made_by
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo
+from headway.core.contract.text_plugins import LogitsProcessorInfo
 from headway.core.engine.data.stats import LaunchFacts
 from headway.core.engine.data.step import Sampled, SampledExtras, StartedRow
 from headway.core.sampling.batch_processors import ENGINE_PROCESSORS, ProcessorBatch

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from headway.core.contract.sampling_plugins import BatchProposer, Proposer, SequenceProposer
+from headway.core.contract.text_plugins import BatchProposer, Proposer, SequenceProposer
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats

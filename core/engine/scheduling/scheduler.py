@@ -288,15 +288,16 @@ class Scheduler:
         seq.row = heappop(self._free_rows)
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
-        if seq.num_to_compute > budget and not self.enable_chunked_prefill:
+        whole = seq.num_to_compute if not self.enable_chunked_prefill else self.blocks.ahead - seq.num_computed
+        if whole > budget:
             return 0
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
 
     def _fit_whole_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
-        """Raise the budget of an empty step so that a prompt that must not be split fits, even if the budget was reduced for lack
-        of memory."""
-        if not self.enable_chunked_prefill and plan.empty:
-            plan.budget = max(plan.budget, seq.num_to_compute)
+        """Raise the budget of an empty step so that a prompt that must not be split, or its part that must not, fits, even if the
+        budget was reduced for lack of memory."""
+        if plan.empty and (not self.enable_chunked_prefill or seq.num_computed < self.blocks.ahead):
+            plan.budget = max(plan.budget, self.blocks.ahead if self.enable_chunked_prefill else seq.num_to_compute)
 
     def _tokens_to_reserve(self, seq: Sequence, count: int) -> int:
         """Return the number of new tokens for which a sequence must have pages when a step computes `count` of its tokens."""

@@ -258,7 +258,8 @@ def lse(stage: AttentionStage, cell: CheckCell) -> str:
     most = allowed + session.numbers.slack
     for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
         out, right = answers[number]
-        off = (sums[:, tokens].double() - right).abs().nan_to_num(torch.inf)
+        found = sums[:, tokens].double()
+        off = (found - right).abs().nan_to_num(torch.inf).masked_fill(found == right, 0.0)  # -inf in a row without keys
         apart = float(off.max())
         stage.errors.note(apart, most)
         if apart > most:

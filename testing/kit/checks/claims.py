@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.capabilities import FEATURES
+from headway.core.contract.capabilities import FEATURES, RULE_FEATURES
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.metadata import Phase
@@ -70,7 +70,8 @@ def claims(stage: AttentionStage, cell: CheckCell) -> str:
             claimed.layouts is None or dtype.is_floating_point or any(each.dtypes.get("key") == dtype for each in claimed.layouts)
         )
         _need(holds, f"kv_dtypes has {dtype}, which no layout holds that is claimed", "one with scales among layouts: nhd_int8")
-    _need(claimed.features <= FEATURES, f"features {sorted(claimed.features)}", f"names out of {sorted(FEATURES)}")
+    features = FEATURES | RULE_FEATURES
+    _need(claimed.features <= features, f"features {sorted(claimed.features)}", f"names out of {sorted(features)}")
     _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
     registered = stage.subject.layouts.values()
     unknown = [layout.name for layout in claimed.layouts or () if layout not in registered]

@@ -101,7 +101,10 @@ def engine(stage: AttentionStage, cell: CheckCell) -> str:
         raise Skipped(f"block_size: an engine needs a multiple of {BLOCK_MULTIPLE}, got {cell.block_size}")
     model = TinyDecoder(spec)
     prefill, decode = stage.parts(cell)  # the prompts include some without a context
-    prompts = _prompts(cell.block_size)
+    ahead = 0 if spec.rule is None else spec.rule.ahead
+    prompts = [prompt for prompt in _prompts(cell.block_size) if len(prompt) >= ahead]
+    if not prompts:
+        raise Skipped(f"ahead: needs at most 70 tokens, the longest prompt of this check, got {ahead}")
     found, stats = _generate(stage, cell, model, f"prefill={prefill},decode={decode}", prompts)
     for number, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         logits = model.reference_logits(prompt + tokens, partial(_cached, stage, cell))[len(prompt) - 1 : -1]
@@ -160,7 +163,7 @@ def _generate(
         kv_layout=cell.layout,
         block_size=cell.block_size,
         max_model_len=longest,
-        max_num_batched_tokens=24,
+        max_num_batched_tokens=max(24, 0 if spec.rule is None else spec.rule.ahead),
         max_num_seqs=6,
         kv_cache_memory=memory,
         cudagraph_capture_sizes=(1, 4, 6),

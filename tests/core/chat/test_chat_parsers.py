@@ -10,7 +10,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from headway.core.chat.builtin import ALIASES, BUILTIN
-from headway.core.contract.chat_parsers import ChatContext, ChatPiece
+from headway.core.contract.text_plugins import ChatContext, ChatPiece
 
 PARSERS = {(info.reads, info.name): info for info in BUILTIN}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}

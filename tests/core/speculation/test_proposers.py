@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from headway.core.contract.errors import ConfigError, PluginError
-from headway.core.contract.sampling_plugins import ProposerInfo, ProposerOptions
+from headway.core.contract.text_plugins import ProposerInfo, ProposerOptions
 from headway.core.speculation.proposers import NgramProposer, SuffixIndex, SuffixProposer
 from headway.registry import create_registry, hookimpl
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from headway import LLM
-from headway.core.contract.chat_parsers import ChatPiece
+from headway.core.contract.text_plugins import ChatPiece
 from headway.server.anthropic import MessagesRequest
 from headway.server.options import ServerOptions
 from sandbox import CHAT

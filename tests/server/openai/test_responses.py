@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from pydantic import TypeAdapter
 
-from headway.core.contract.chat_parsers import ChatPiece
+from headway.core.contract.text_plugins import ChatPiece
 from headway.server.openai.responses import ResponseStore, StoredResponse, messages_of_items
 from server_clients import always_read, chat, events_of
 from server_thread import Running

@@ -13,7 +13,7 @@ import torch
 from headway import hookimpl
 from headway.contract import ALL_PHASES, NHD, AttentionBackend, BackendInfo, Capabilities, Support, CacheLayout, LayoutInfo
 from headway.contract import LogitsProcessorInfo
-from headway.core.contract.sampling_plugins import ProposerInfo
+from headway.core.contract.text_plugins import ProposerInfo
 
 {top}
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from headway import RequestOutput
-from headway.core.contract.chat_parsers import ChatPiece
+from headway.core.contract.text_plugins import ChatPiece
 from headway.outputs import CompletionOutput
 from headway.server.openai.chat import ChatAnswer
 

@@ -17,7 +17,7 @@ from transformers import Gemma3TextConfig, Gemma4TextConfig
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import AttentionFunctions
-from headway.core.contract.sampling_plugins import ProposerOptions
+from headway.core.contract.text_plugins import ProposerOptions
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams

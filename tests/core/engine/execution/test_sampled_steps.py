@@ -12,7 +12,7 @@ import torch
 
 from graph_backend import Again, Walk
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.sampling_plugins import LogitsProcessorInfo
+from headway.core.contract.text_plugins import LogitsProcessorInfo
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop

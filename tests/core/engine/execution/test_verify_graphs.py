@@ -20,8 +20,8 @@ from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.adapters import LoRARequest, rows_with
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.model import Attention, AttentionFunctions, Model
-from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.state import MAMBA2
+from headway.core.contract.text_plugins import Proposer
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.execution.attention import HostBlockTables, MirroredTables
 from headway.core.engine.execution.graph_set import PiecewiseGraphs

@@ -20,7 +20,7 @@ import torch
 
 from graph_backend import Again, Wide
 from headway.core.contract.ranks import Ranks
-from headway.core.contract.sampling_plugins import Proposer
+from headway.core.contract.text_plugins import Proposer
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.stats import EngineStats

@@ -155,7 +155,7 @@ def test_measured_drafts_change_no_token(registry: Registry, params: SamplingPar
 
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_the_built_in_proposers_change_no_token(registry: Registry, name: str) -> None:
-    from headway.core.contract.sampling_plugins import ProposerOptions
+    from headway.core.contract.text_plugins import ProposerOptions
 
     plain = tokens_of(generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY))
     proposer = registry.proposer(name).make(ProposerOptions())
