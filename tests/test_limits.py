@@ -19,8 +19,8 @@ sentences, and Gemma 4, the choice by kind of layer, derived times and any head 
 idle engine measures, and `hopper` computes heads of 512. The third time, by one file and 327 lines: a process compiles Triton's
 kernels, and configurations are read without transformers, which halves a first start. The fourth time, by seven files and 2,648
 lines: the flight recorder, passports, kernels of the hub, reasons for cache misses, the books of blocks, and `full`. The fifth
-time, by 225 lines: `full` on GPUs. The sixth time, by 951 lines: attention rules, which are checked, computed by `sdpa`, held to by
-the kit, and known to tables and engine."""
+time, by 225 lines: `full` on GPUs. The sixth time, by 951 lines: attention rules, which are checked, computed by `sdpa`, held to
+by the kit, and known to tables and engine."""
 BENCH_LINES, TEST_LINES = 8_972, 63_578
 SMALL_WITH_ONE_IMPORTER = 0
 MANY_PARAMETERS = 6

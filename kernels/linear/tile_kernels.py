@@ -224,9 +224,9 @@ BUSY = 0.7
 programs."""
 _BLOCK_M, _BLOCK_N = 64, 64
 """Rows and columns of the largest tiles of `tiles`."""
-_BLOCK_K, _BLOCK_ROWS = 64, 128
+_BLOCK_K, BLOCK_ROWS = 64, 128
 """Columns of W, and maximum number of rows of x, in a tile of `invariant`."""
-_SEGMENTS, _SEGMENT = 8, 512
+_SEGMENTS, SEGMENT = 8, 512
 """Maximum number of segments of K of `invariant`, and minimum length of a segment. Shorter sums are not faster in parts."""
 _WARPS = 4
 
@@ -286,26 +286,26 @@ def invariant_tiling(
     out_features: half of the rows of a gated weight. memory: maximum shared memory of a thread block, in bytes.
     """
     chunks, tiles_n = triton.cdiv(in_features, _BLOCK_K), triton.cdiv(out_features, _BLOCK_N)
-    longest = max(chunks // (_SEGMENT // _BLOCK_K), 1)
+    longest = max(chunks // (SEGMENT // _BLOCK_K), 1)
     divisors = [count for count in range(1, min(_SEGMENTS, longest) + 1) if chunks % count == 0]
     if in_features % _BLOCK_K:
         divisors = [1]
-    enough = (BUSY if in_features >= 4 * _SEGMENT else BUSY / 2) * multiprocessors
+    enough = (BUSY if in_features >= 4 * SEGMENT else BUSY / 2) * multiprocessors
     segments = next((count for count in divisors if tiles_n * count >= enough), divisors[-1])
     few = BUSY * multiprocessors
     block_m, block_n, splits, group, warps = 16, _BLOCK_N, 1, 1, _WARPS
     if rows <= block_m:
         splits = segments
     else:
-        fitting = [each for each in (_BLOCK_ROWS, 64, 32) if each < 2 * rows and tiles_n * triton.cdiv(rows, each) >= few]
+        fitting = [each for each in (BLOCK_ROWS, 64, 32) if each < 2 * rows and tiles_n * triton.cdiv(rows, each) >= few]
         block_m = fitting[0] if fitting else block_m
         group = 8
-        if block_m == _BLOCK_ROWS:
+        if block_m == BLOCK_ROWS:
             warps = 2 * _WARPS
             # registers hold two sums of each element, and four if there are several segments and the layer is gated
             block_n = _BLOCK_N if gated and segments > 1 else 2 * _BLOCK_N
     # A program that adds segments waits for the tensor cores once per chunk.
-    block_k = 2 * _BLOCK_K if splits < segments and block_m < _BLOCK_ROWS and chunks // segments % 2 == 0 else _BLOCK_K
+    block_k = 2 * _BLOCK_K if splits < segments and block_m < BLOCK_ROWS and chunks // segments % 2 == 0 else _BLOCK_K
     stage = 2 * block_k * (block_m + (2 * block_n if gated else block_n))
     stages = max(2, min(6 if block_m <= 64 else 4, (memory - 4096) // stage))
     return ProductTiling(block_n, splits, block_k, stages, block_m, True, segments, group, warps)

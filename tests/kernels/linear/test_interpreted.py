@@ -176,8 +176,8 @@ def test_products_with_any_number_of_rows(
 ) -> None:
     """Plain, gated and added, with biases; of widths that tiles do not divide, and with one program for all segments of K."""
     monkeypatch.setattr(tile_kernels, "BUSY", 0.25 if segments == 1 else 100)
-    monkeypatch.setattr(tile_kernels, "_BLOCK_ROWS", 64)
-    monkeypatch.setattr(tile_kernels, "_SEGMENT", 64)
+    monkeypatch.setattr(tile_kernels, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(tile_kernels, "SEGMENT", 64)
     seed, x = torch.seed(), torch.randn(rows, columns).bfloat16()
     weight, bias = torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16()
     read, both = Operand.of(weight, bias), x.double() @ weight.double().T + bias.double()
