@@ -95,6 +95,7 @@ def launched_kernels() -> set[str]:
 def launch_every_kernel(
     attention: Iterable[str] = (
         "head 128",
+        "head 128, rule",
         "head 64, sinks and window",
         "fp8 cache, vllm_5d",
         "int8 cache",

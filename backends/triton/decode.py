@@ -249,6 +249,7 @@ class Decode:
             plan.chunks.table,
             self._layer.slopes,
             self._layer.sinks,
+            *self._layer.parameters,
             plan.partial,
             plan.lse,
             plan.arrivals,

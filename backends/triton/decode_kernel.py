@@ -23,6 +23,8 @@ from headway.backends.triton.tiles import (
     normalise,
     query_tile,
     row_scales,
+    rule_rows,
+    scale_of,
     softmax_step,
     unpack_fp8,
     unpack_int8,
@@ -61,13 +63,13 @@ def prefetch_rows(
 @triton.jit
 def fold_cached(
     q, key, value, key_scale_ptr, value_scale_ptr, kv_head, table, m, l, acc, acc_odd, first, end, positions, newest, slopes,
-    row_scale, score_scale, cap_log2, window,
+    rule, row_scale, score_scale, cap_log2, window,
     k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, K_PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, PAIRS: tl.constexpr,
-    ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, RULE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update (m, l, acc) with cached keys first .. first + BLOCK_N that are before `end` and not newer than `newest`. PAIRS:
@@ -126,8 +128,8 @@ def fold_cached(
         )
         scores = scores * k_scales[None, :]
     m, l, weights, shrink = softmax_step(
-        scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2,
-        window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+        scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, rule, score_scale, cap_log2,
+        window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
     )  # fmt: skip
     if PAIRS and SCALED:
         v_even, v_odd = unpack_int8(v)
@@ -146,8 +148,8 @@ def fold_cached(
 
 @triton.jit
 def fold_new(
-    q, k, v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
+    q, k, v, m, l, acc, at, positions, slopes, rule, score_scale, cap_log2, window,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, RULE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Update (m, l, acc) with a token's own k and v [BLOCK_D] at position `at`, without tensor cores. q: [ROWS, BLOCK_D]."""
     BLOCK_M: tl.constexpr = m.shape[0]
@@ -155,8 +157,8 @@ def fold_new(
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
     scores = tl.reshape(tl.broadcast_to(scores[None, :], (BLOCK_M // ROWS, ROWS)), (BLOCK_M, 1))  # repeated in unused rows
     m, l, weights, shrink = softmax_step(
-        scores, m, l, at + tl.arange(0, 1), positions, positions, slopes, score_scale, cap_log2, window,
-        False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+        scores, m, l, at + tl.arange(0, 1), positions, positions, slopes, rule, score_scale, cap_log2, window,
+        RULE.mask is not None, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
     )  # fmt: skip
     return m, l, acc * shrink[:, None] + weights * v.to(tl.float32)[None, :]
 
@@ -179,6 +181,8 @@ def split_kv_decode(
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads]: log2(e) * sink
+    floats_ptr,  # RULE: its parameters
+    ints_ptr,
     partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, ROWS]
     arrivals_ptr,  # int32 [(chunks + num_seqs) * items], zero between launches
@@ -232,6 +236,7 @@ def split_kv_decode(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    RULE: tl.constexpr,  # a rule_code.RuleCode
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     DOT: tl.constexpr,
@@ -315,6 +320,7 @@ def split_kv_decode(
     else:
         q = query_tile(q_rows, d, inside, live, HEAD_DIM, BLOCK_D, TAIL, DOT)
     slopes = alibi_slopes(slopes_ptr, head, live, BLOCK_M, HAS_ALIBI)
+    rule = rule_rows(positions, head, live, floats_ptr, ints_ptr, RULE)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -332,32 +338,32 @@ def split_kv_decode(
         m, l, acc, acc_odd = fold_cached(
             q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
             table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
-            slopes=slopes, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
+            slopes=slopes, rule=rule, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
             k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
             v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,
             HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, TAIL=TAIL, V_HEAD_DIM=V_HEAD_DIM, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE,
             K_X=K_X, V_X=V_X, V_SLOTS_INNER=V_SLOTS_INNER, K_PIECES=K_PIECES, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SCALED=SCALED,
             SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=not V_SLOTS_INNER, HAS_WINDOW=HAS_WINDOW, HAS_SOFTCAP=HAS_SOFTCAP,
-            HAS_ALIBI=HAS_ALIBI, DOT=DOT, PRECISION=PRECISION,
+            HAS_ALIBI=HAS_ALIBI, RULE=RULE, DOT=DOT, PRECISION=PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
         for first in tl.range(whole, end, BLOCK_N, num_stages=1):
             m, l, acc, acc_odd = fold_cached(
                 q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
                 table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
-                slopes=slopes, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
+                slopes=slopes, rule=rule, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
                 k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
                 v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,
                 HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, TAIL=TAIL, V_HEAD_DIM=V_HEAD_DIM, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE,
                 K_X=K_X, V_X=V_X, V_SLOTS_INNER=V_SLOTS_INNER, K_PIECES=K_PIECES, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
                 SCALED=SCALED, SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=True, HAS_WINDOW=HAS_WINDOW,
-                HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, DOT=DOT, PRECISION=PRECISION,
+                HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, RULE=RULE, DOT=DOT, PRECISION=PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only NEW is known at compile time
         if last:
             m, l, acc = fold_new(
-                new_q, new_k, new_v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+                new_q, new_k, new_v, m, l, acc, at, positions, slopes, rule, score_scale, cap_log2, window,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
             )  # fmt: skip
             store_kv(
                 new_k[None, :], new_v[None, :], key_ptr, value_ptr,
@@ -368,9 +374,7 @@ def split_kv_decode(
             )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
-    if HAS_SOFTCAP or HAS_ALIBI:
-        score_scale = 1.0
-    m = m * score_scale
+    m = m * scale_of(score_scale, HAS_SOFTCAP, HAS_ALIBI, RULE)
 
     dv = tl.arange(0, BLOCK_DV)
     out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head

@@ -1,0 +1,299 @@
+"""Attention rules inlined into the Triton kernels, against float64 under the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend_cases import CASES, case_of, spec
+from decode_writes import new_token_case, write_and_decode
+from headway.backends.triton.backend import TritonAttention
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D
+from headway.core.contract.metadata import Phase
+from headway.core.contract.rule import AttentionRule, PerHead
+from headway.core.oracle.cases import Case, relative_error, run_backend
+
+LENGTH = 128
+"""Entries of the tables by position: more than the longest sequence has keys."""
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+
+
+class Alibi(AttentionRule):
+    slopes: PerHead = SLOPES
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score - params.slopes * (q_pos - k_pos)
+
+
+class Cap(AttentionRule):
+    cap: float = 1.5
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return params.cap * torch.tanh(score / params.cap)
+
+
+class Distance(AttentionRule):
+    table: Tensor
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score + params.table[(q_pos - k_pos).clamp(0, len(params.table) - 1)]
+
+
+class HeadDistance(AttentionRule):
+    table: Tensor
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        near = (q_pos - k_pos + 1).float().log2().floor().long().clamp(0, params.table.shape[1] - 1)
+        return score * params.table[head, near] + params.table[0, -1] ** 2
+
+
+class Document(AttentionRule):
+    documents: Tensor
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return params.documents[q_pos] == params.documents[k_pos]
+
+
+class Allowed(AttentionRule):
+    allowed: Tensor
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return params.allowed[k_pos] | torch.logical_not(k_pos != q_pos)
+
+
+class Dilated(AttentionRule):
+    step: int = 3
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return ((k_pos - q_pos) % params.step == 0) & ((k_pos - q_pos) // 5 >= -9)
+
+
+class Hashed(AttentionRule):
+    seed: int = 0x51ED270B
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return ((mixed(q_pos, k_pos, head, params) & 3) != 0) | (q_pos == k_pos)
+
+
+def mixed(q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+    x = (q_pos * 0x9E3779B97F4A7C1) ^ (k_pos * 0x3F58476D1CE4E5B9) ^ (head * params.seed)
+    x = (x ^ (x >> 30)) * 0x14D049BB133111EB
+    return (x ^ (x >> 27)) % 1_000_003 - (x << 5) // 977
+
+
+class Windows(AttentionRule):
+    sizes: PerHead = (5, 20, 40, 7)
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return q_pos - k_pos < params.sizes
+
+
+class Decay(AttentionRule):
+    rates: PerHead = SLOPES
+
+    def gate(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return torch.exp(-params.rates * (q_pos - k_pos))
+
+
+class KeyGate(AttentionRule):
+    logits: Tensor
+
+    def gate(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return torch.where(k_pos.remainder(2) == 0, params.logits[k_pos].float().sigmoid(), 0.5)
+
+
+class Hidden(AttentionRule):
+    """Masks by a score of -inf, also the newest key."""
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score.masked_fill((k_pos % 16 > 0) & (k_pos > 0), -torch.inf)
+
+
+class Everything(AttentionRule):
+    documents: Tensor
+    slopes: PerHead = SLOPES
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return torch.maximum(score, -2 * torch.ones_like(score)) + torch.sin(k_pos / 7) * params.slopes
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return (params.documents[q_pos] == params.documents[k_pos]) | (k_pos < 4) | (head == 2)
+
+    def gate(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return 1 / (1 + (q_pos - k_pos).float().sqrt())
+
+
+def rules() -> dict[str, AttentionRule]:
+    generator = torch.Generator().manual_seed(7)
+    documents = torch.randint(2, (LENGTH,), generator=generator).cumsum(0) // 9
+    table = torch.randn(40, generator=generator)
+    made: list[AttentionRule] = [
+        *(Alibi(), Cap(), Distance(table), HeadDistance(torch.randn(4, 5, generator=generator).double()), Document(documents)),
+        *(Allowed(torch.rand(LENGTH, generator=generator) < 0.3), Dilated(), Hashed(), Windows(), Decay()),
+        *(KeyGate(torch.randn(LENGTH, generator=generator).bfloat16()), Hidden(), Everything(documents.int())),
+    ]
+    return {rule.name: rule for rule in made}
+
+
+RULES = rules()
+
+
+def expected(case: Case) -> Tensor:
+    """float64 [num_tokens, num_heads, v_head_dim]: dense attention with the rule's own functions."""
+    layer, rule, token, outs = case.spec, case.spec.rule, 0, []
+    assert rule is not None
+    for row, (query_len, kv_len) in enumerate(zip(case.metadata.query_lens, case.metadata.kv_lens, strict=True)):
+        at = torch.arange(kv_len)
+        size = case.metadata.block_size
+        k, v = case.cache.gather(case.metadata.block_table[row].long()[at // size] * size + at % size)
+        k, v = (each.double().repeat_interleave(layer.group_size, 1).transpose(0, 1) for each in (k * layer.k_scale, v))
+        q = case.q[token : token + query_len].double().transpose(0, 1)
+        q_pos, head = torch.arange(kv_len - query_len, kv_len)[None, :, None], torch.arange(layer.num_heads)[:, None, None]
+        scores = q @ k.mT * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        arguments = q_pos, at[None, None], head, rule.params(head)
+        scores = rule.score(scores, *arguments)
+        seen = rule.mask(*arguments) & (at <= q_pos)
+        if layer.sliding_window is not None:
+            seen = seen & (at > q_pos - layer.sliding_window)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if layer.sinks is not None:
+            sinks = torch.tensor(layer.sinks, dtype=torch.float64)[:, None, None].expand(-1, query_len, 1)
+            scores = torch.cat([scores, sinks], 2)
+        weights = scores.softmax(2)[..., :kv_len].nan_to_num(0.0) * rule.gate(*arguments).nan_to_num(0.0)
+        outs.append((weights @ v).transpose(0, 1))
+        token += query_len
+    return torch.cat(outs)
+
+
+def error_of(case: Case, **options: str) -> float:
+    backend = TritonAttention(case.spec, case.cache.layout, case.cache.block_size, options)
+    for phase in Phase:
+        support = backend.supports(case.spec, case.cache.layout, case.cache.block_size, phase)
+        assert support, str(support)
+    return relative_error(run_backend(backend, case), expected(case), case)
+
+
+@pytest.mark.parametrize("case_name", ["mixed", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)])
+@pytest.mark.parametrize("name", RULES)
+def test_matches_float64(name: str, case_name: str) -> None:
+    assert error_of(case_of(case_name, spec(rule=RULES[name]))) < 5e-6
+
+
+SPLITS = {"num_splits": "3", "extend_splits": "3"}
+
+
+@pytest.mark.parametrize("name", ["Document", "Windows", "Hidden", "Everything"])
+@pytest.mark.parametrize("options", [{}, SPLITS], ids=str)
+def test_tiles_that_a_mask_hides_are_skipped(name: str, options: dict[str, str]) -> None:
+    """Long enough for tiles that no query of a tile sees, tiles that all see, and programs of which each has a run of keys."""
+    assert error_of(case_of("1q90_1q40s100_1q1s99_1q4s77", spec(rule=RULES[name])), **options) < 5e-6
+
+
+LAYERS = {
+    "window": {"sliding_window": 9},
+    "softcap, sinks": {"softcap": 2.0, "sinks": (0.3, -1.0, 2.0, 0.0)},
+    "mha": {"num_kv_heads": 4},
+    "one kv head": {"num_kv_heads": 1},
+    "value of 40": {"v_head_dim": 40},
+}
+
+
+@pytest.mark.parametrize("options", [{}, SPLITS], ids=str)
+@pytest.mark.parametrize("layout", [NHD, *(pytest.param(each, marks=pytest.mark.slow) for each in (HND, VLLM_5D))], ids=str)
+@pytest.mark.parametrize("changes", LAYERS)
+def test_other_features_and_layouts(changes: str, layout: Any, options: dict[str, str]) -> None:
+    layer = spec(rule=RULES["Everything"], **LAYERS[changes])
+    assert error_of(case_of("1q9_1q6s42_1q1s63_2q1s8", layer, layout), **options) < 5e-6
+
+
+def test_a_cache_of_int8_and_a_value_in_the_key() -> None:
+    rule = RULES["Everything"]
+    layer = spec(rule=rule, kv_dtype=torch.int8)
+    assert error_of(case_of("mixed", layer, NHD_INT8)) < 5e-6
+    latent = spec(rule=rule, num_kv_heads=1, head_dim=48, v_head_dim=32, value_in_key=True)
+    assert error_of(case_of("mixed", latent, LATENT)) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["Hashed", "Alibi", "Everything"])
+def test_decode_that_writes_its_new_token(name: str) -> None:
+    case = new_token_case("2q1s17_1q1s40", spec(rule=RULES[name]), NHD, 16, padding_rows=0)
+    backend = TritonAttention(case.spec, NHD, case.cache.block_size)
+    assert backend.decode_writes
+    out = write_and_decode(backend, case)
+    assert relative_error(out, expected(case), case) < 5e-6
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_layer_whose_queries_see_later_keys(causal: bool) -> None:
+    class Either(Document):
+        pass
+
+    Either.causal = causal
+    documents = RULES["Document"].documents  # type: ignore[attr-defined]
+    layer = spec(rule=Either(documents), causal=False, dense=True)
+    case = case_of("1q70_1q5", layer)
+    backend = TritonAttention(case.spec, NHD, 16)
+    q, k, v = (each.double().transpose(0, 1) for each in (case.q, case.k, case.v))
+    found, start = run_backend(backend, case), 0
+    for count in case.metadata.query_lens:
+        rows = slice(start, start + count)
+        seen = documents[:count, None] == documents[:count]
+        seen = seen & torch.ones(count, count, dtype=torch.bool).tril() if causal else seen
+        keys, values = (each[:, rows].repeat_interleave(2, 0) for each in (k, v))
+        scores = (q[:, rows] @ keys.mT * layer.scale).masked_fill(~seen, -torch.inf)
+        assert torch.allclose(found[rows].double(), (scores.softmax(2) @ values).transpose(0, 1), atol=1e-5)
+        start += count
+
+
+class Summed(AttentionRule):
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return torch.cumsum(q_pos, 0) > k_pos
+
+
+class Branching(AttentionRule):
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score if (q_pos > 5).any() else 2 * score
+
+
+class ByRow(AttentionRule):
+    table: Tensor
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score + params.table[head]
+
+
+class InPlace(AttentionRule):
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score.mul_(2)
+
+
+class Faulty(AttentionRule):
+    def gate(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return params.missing * q_pos
+
+
+class Rounded(KeyGate):
+    def gate(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return params.logits[k_pos].exp()
+
+
+REFUSED = {
+    Rounded(torch.ones(9).bfloat16()): "torch.exp with a result of torch.bfloat16 instead of float32 in gate",
+    Summed(): "torch.cumsum in mask",
+    Branching(): "torch.any in score",
+    ByRow(torch.ones(4, 3)): "a parameter of 2 dimensions with 1 indices in score",
+    InPlace(): "torch.mul, which changes a tensor in place in score",
+    Faulty(): "AttributeError in gate: 'types.SimpleNamespace' object has no attribute 'missing'",
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED, ids=lambda rule: rule.name)
+def test_a_refusal_names_what_is_not_inlined(rule: AttentionRule) -> None:
+    support = TritonAttention.supports(spec(rule=rule), NHD, 16, Phase.DECODE)
+    need = "elementwise operations that triton inlines"
+    assert str(support) == f"no: rule {rule.name}: needs {need}, got {REFUSED[rule]} (name another backend)"
