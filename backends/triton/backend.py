@@ -53,7 +53,7 @@ class TritonAttention(AttentionBackend):
         value_in_key=True,
         lse=True,
         shares_plans=True,
-        features=FEATURES,
+        features=FEATURES | {"rule"},
         dense_prefill=True,
         non_causal=True,
         reads_live_slots=True,

@@ -70,7 +70,6 @@ class Prefill:
         self._launch = Launcher(varlen_attention)
         self._launch_merge = Launcher(merge_tiles)
         self._launch_tiles = Launcher(list_tiles)
-        self._causal = spec.causal or (spec.rule is not None and spec.rule.causal)
         self._pdl = launches_early(spec.device)
         self._variants: dict[Hashable, _Variant] = {}
         self._descriptors = Descriptors(layer.block_d)
@@ -94,7 +93,7 @@ class Prefill:
             config.block_n,
             spec.sliding_window,
             rule.cut,
-            self._causal,
+            spec.causal,
         )
         rows = upload(torch.from_numpy(schedule.rows), metadata.seq_lens.device)
         results = schedule.slots * spec.num_kv_heads * config.block_m
@@ -124,7 +123,6 @@ class Prefill:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "TOKENS": 1 << (tokens - 1).bit_length(),
-            "CAUSAL": self._causal,
             "HAS_WINDOW": spec.sliding_window is not None,
             "RULE": rule,
         }
@@ -264,7 +262,7 @@ class Prefill:
             "PEEK": not INTERPRETED and cache.logical_value.stride(1) != 1,
             "TMA": tma,
             **scaled,
-            "CAUSAL": self._causal,
+            "CAUSAL": self._spec.causal,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
             "SPLIT": plan.schedule.slots > 0,

@@ -357,11 +357,11 @@ def list_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr,  # maximum number of tokens of a query tile, rounded up to a power of two
-    CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RULE: tl.constexpr,
 ):
-    """List the tiles of keys that a program of `varlen_attention` reads. Grid (kv heads if RULE.by_head, else 1; programs).
+    """List the tiles of keys that a program of `varlen_attention` reads. Grid (kv heads if RULE.by_head, else 1; programs). A
+    layer with a rule is causal.
 
     A list begins with two counts. They are followed by the tiles that every query sees. The tiles of which a mask hides a part
     are at the end of the list. Tiles that no query sees are not listed.
@@ -372,17 +372,12 @@ def list_tiles(
     first_row = tl.load(tile + 4) * BLOCK_M
     last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
     positions = kv_len - query_len + tl.minimum(first_row // GROUP + tl.arange(0, TOKENS), last)  # the last one repeats
-    newest = tl.zeros([TOKENS], tl.int32) + (kv_len - 1)
-    if CAUSAL:
-        newest = positions
-    elif HAS_WINDOW:
-        newest = tl.minimum(positions + window - 1, kv_len - 1)
     listed = tiles_ptr + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * tiles_stride
     num_full = query_len * 0
     num_part = query_len * 0
     for number in range(tl.load(tile + 5), tl.cdiv(tl.load(tile + 6), BLOCK_N)):
         at = number * BLOCK_N + tl.arange(0, BLOCK_N)
-        within = at[None, :] <= newest[:, None]
+        within = at[None, :] <= positions[:, None]
         if HAS_WINDOW:
             within = within & (at[None, :] > positions[:, None] - window)
         count = query_len * 0

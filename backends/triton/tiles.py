@@ -407,6 +407,8 @@ def normalise(
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Add the sinks, store the log-sum-exp, and return the attention output [rows, BLOCK_DV]."""
+    if HAS_SINKS and HAS_LSE:  # of a row that a rule lets see no key, the sum is the sink
+        m = tl.where(m == float("-inf"), 0.0, m)
     if HAS_SINKS:
         l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
     if HAS_LSE:

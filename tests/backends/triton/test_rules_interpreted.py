@@ -228,26 +228,29 @@ def test_decode_that_writes_its_new_token(name: str) -> None:
     assert relative_error(out, expected(case), case) < 5e-6
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_layer_whose_queries_see_later_keys(causal: bool) -> None:
-    class Either(Document):
-        pass
+class Keyless(AttentionRule):
+    """Of five queries, one sees no key."""
 
-    Either.causal = causal
-    documents = RULES["Document"].documents  # type: ignore[attr-defined]
-    layer = spec(rule=Either(documents), causal=False, dense=True)
-    case = case_of("1q70_1q5", layer)
-    backend = TritonAttention(case.spec, NHD, 16)
-    q, k, v = (each.double().transpose(0, 1) for each in (case.q, case.k, case.v))
-    found, start = run_backend(backend, case), 0
-    for count in case.metadata.query_lens:
-        rows = slice(start, start + count)
-        seen = documents[:count, None] == documents[:count]
-        seen = seen & torch.ones(count, count, dtype=torch.bool).tril() if causal else seen
-        keys, values = (each[:, rows].repeat_interleave(2, 0) for each in (k, v))
-        scores = (q[:, rows] @ keys.mT * layer.scale).masked_fill(~seen, -torch.inf)
-        assert torch.allclose(found[rows].double(), (scores.softmax(2) @ values).transpose(0, 1), atol=1e-5)
-        start += count
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return (q_pos % 5 != 3) & (k_pos >= 2)
+
+
+@pytest.mark.parametrize("options", [{}, SPLITS], ids=str)
+@pytest.mark.parametrize("sinks", [None, (0.3, -1.0, 2.0, 0.0)])
+def test_queries_without_a_key(sinks: tuple[float, ...] | None, options: dict[str, str]) -> None:
+    case = case_of("1q9_1q40s100_1q1s63_1q1s64_1q4s77", spec(rule=Keyless(), sinks=sinks), verify=4)
+    assert error_of(case, **options) < 5e-6
+    lse = torch.full((4, len(case.q)), torch.nan)
+    run_backend(TritonAttention(case.spec, NHD, 16, options), case, lse)
+    hidden = torch.tensor([position % 5 == 3 or position < 2 for position in positions_of(case)])
+    least = torch.full((4,), -torch.inf) if sinks is None else torch.tensor(sinks)
+    assert torch.allclose(lse[:, hidden], least[:, None].expand(-1, int(hidden.sum())))
+    assert lse[:, ~hidden].isfinite().all()
+
+
+def positions_of(case: Case) -> list[int]:
+    lengths = zip(case.metadata.query_lens, case.metadata.kv_lens, strict=True)
+    return [position for query_len, kv_len in lengths for position in range(kv_len - query_len, kv_len)]
 
 
 class Summed(AttentionRule):
