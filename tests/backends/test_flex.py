@@ -11,6 +11,7 @@ import torch
 from attention_rules import RULES, expected
 from backend_cases import CASES, case_of, spec
 from headway.backends.flex import FlexAttention, FlexPlan
+from headway.bench.studies.rules import error_of, rules_of
 from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.rule import AttentionRule
@@ -82,3 +83,13 @@ def test_it_claims_what_it_computes() -> None:
     assert FlexAttention.accepts(NHD.allocate(CacheGeometry.of(LAYER, 4, 16)))
     packed: LayerCache = Foreign(LAYER, NHD, 4, 16, "packed").cache
     assert "gaps between them" in str(FlexAttention.accepts(packed))
+
+
+@pytest.mark.parametrize("text", ["2q90", "3q1s70"])
+@pytest.mark.parametrize("name", ["alibi", "softcap", "documents"])
+def test_the_study_of_rules_checks_results(name: str, text: str) -> None:
+    layer = spec(rule=rules_of(4, 90)[name])
+    made = case_of(text, layer, poison=3e4)
+    out = run_backend(FlexAttention(layer, NHD, 16), made)
+    assert error_of(made, out) < 1e-6
+    assert error_of(made, run_backend(FlexAttention(spec(rule=Plain()), NHD, 16), made)) > 1e-3
