@@ -20,6 +20,7 @@ from headway.backends.triton.tiles import (
     cached_rows,
     head_offsets,
     key_rows,
+    listed_tile,
     normalise,
     query_tile,
     row_scales,
@@ -164,7 +165,7 @@ def fold_new(
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride", "sums_stride_head"],
+    do_not_specialize=["tiles_stride", "window", "table_stride", "sums_stride_head"],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "sums_ptr"],
 )
 def split_kv_decode(
@@ -183,6 +184,8 @@ def split_kv_decode(
     sinks_ptr,  # float32 [num_heads]: log2(e) * sink
     floats_ptr,  # RULE: its parameters
     ints_ptr,
+    tiles_ptr,  # RULE.mask: int32 [num_seqs, tiles_stride], output of `list_sequences`
+    tiles_stride,
     partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, ROWS]
     arrivals_ptr,  # int32 [(chunks + num_seqs) * items], zero between launches
@@ -289,8 +292,13 @@ def split_kv_decode(
         return
     d = tl.arange(0, BLOCK_D)
     last = end == kv_len
+    if RULE.mask is not None:  # start and end are places in the list of tiles, in keys
+        last = tl.program_id(1) - first_chunk == num_chunks - 1
     if NEW:  # loaded before the loop, used after it; compares a tensor, not a scalar, for the interpreter of Triton 3.9
-        own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + end == kv_len)
+        if RULE.mask is None:
+            own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + end == kv_len)
+        else:
+            own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + tl.program_id(1) == first_chunk + num_chunks - 1)
         new_k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride_token + kv_head * new_k_stride_head
         new_v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride_token + kv_head * new_v_stride_head
         new_k = tl.load(new_k_row + d, mask=own, other=0.0)
@@ -298,7 +306,11 @@ def split_kv_decode(
         r = first_row + tl.arange(0, ROWS)
         new_q_rows = q_ptr + seq.to(tl.int64) * q_stride_token + ((kv_head * GROUP + r) * q_stride_head)[:, None]
         new_q = tl.load(new_q_rows + d[None, :], mask=(r < GROUP)[:, None] & own[None, :], other=0.0)
-    end = tl.minimum(end, kv_len - 1 if NEW else kv_len)
+    limit = tl.minimum(end, kv_len - 1 if NEW else kv_len)
+    if RULE.mask is None:
+        end = limit
+    else:
+        limit = kv_len - 1 if NEW else kv_len
 
     row = first_row + tl.arange(0, BLOCK_M)
     live = row < query_len * GROUP
@@ -334,10 +346,18 @@ def split_kv_decode(
     value = value_ptr + kv_head * v_stride_head
     # Zeroing keys after the end takes many instructions if adjacent slots are contiguous, so only the last tile does it.
     whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
-    for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+    tiles = tiles_ptr
+    if RULE.mask is not None:
+        tiles += seq.to(tl.int64) * tiles_stride
+        if V_SLOTS_INNER:
+            whole = end - last.to(tl.int32) * BLOCK_N
+    for step in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+        first = step
+        if RULE.mask is not None:
+            first = listed_tile(tiles, step // BLOCK_N, end // BLOCK_N) * BLOCK_N
         m, l, acc, acc_odd = fold_cached(
             q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
-            table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
+            table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=limit, positions=positions, newest=newest,
             slopes=slopes, rule=rule, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
             k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
             v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,
@@ -347,10 +367,13 @@ def split_kv_decode(
             HAS_ALIBI=HAS_ALIBI, RULE=RULE, DOT=DOT, PRECISION=PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
-        for first in tl.range(whole, end, BLOCK_N, num_stages=1):
+        for step in tl.range(whole, end, BLOCK_N, num_stages=1):
+            first = step
+            if RULE.mask is not None:
+                first = listed_tile(tiles, step // BLOCK_N, end // BLOCK_N) * BLOCK_N
             m, l, acc, acc_odd = fold_cached(
                 q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
-                table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
+                table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=limit, positions=positions, newest=newest,
                 slopes=slopes, rule=rule, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
                 k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
                 v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,

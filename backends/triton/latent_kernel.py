@@ -171,6 +171,8 @@ class LatentDecode(Decode):
         self._arch = setup.arch
         self._launch_latent = Launcher(latent_decode)
 
+    skips_tiles = False
+
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
         rows = self._spec.group_size * (1 if self._spec.batch_invariant else max_query_len)
         return (latent_config(self._arch, rows, self._spec.dtype.itemsize),)

@@ -127,7 +127,7 @@ class Prefill:
             "RULE": rule,
         }
         arguments = (rows, tiles, tiles.stride(1), *self._layer.parameters, spec.sliding_window or 0)
-        self._launch_tiles(tuple(constants.values()), grid, arguments, constants, num_warps=4)
+        self._launch_tiles(tuple(constants.values()), grid, arguments, constants, num_warps=8)
         return tiles
 
     def _rule(self, config: PrefillConfig) -> RunRule:

@@ -19,8 +19,8 @@ from headway.backends.triton.tiles import (
     cached_rows,
     dense_rows,
     head_offsets,
+    listed_tile,
     normalise,
-    peeked,
     peeked_blocks,
     query_tile,
     row_scales,
@@ -28,9 +28,6 @@ from headway.backends.triton.tiles import (
     scale_of,
     softmax_step,
 )
-from headway.kernels.runtime.triton_launch import INTERPRETED as _INTERPRETED
-
-INTERPRETED = tl.constexpr(_INTERPRETED)
 
 
 @triton.jit
@@ -125,11 +122,7 @@ def fold_keys(
     for step in tl.range(begin, end, BLOCK_N if RULE.mask is None else 1, num_stages=STAGES):
         first = step
         if RULE.mask is not None:
-            entry = tiles + tl.minimum(step, end - 1)  # the pipeliner reads ahead
-            if INTERPRETED:
-                first = tl.load(entry) * BLOCK_N
-            else:
-                first = peeked(entry) * BLOCK_N
+            first = listed_tile(tiles, step, end) * BLOCK_N
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, VALUE_IN_KEY, BLOCK_SIZE, K_X, BLOCK_N, PAGED, PEEK, STEP, TMA, MASKED, DOT,

@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headway.kernels.runtime.triton_launch import INTERPRETED as _INTERPRETED
+
+INTERPRETED = tl.constexpr(_INTERPRETED)
 LN_2 = tl.constexpr(0.6931471805599453)
 """Factor that converts the kernels' base-2 logarithms to natural logarithms."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -62,6 +65,17 @@ def peeked(entries):
     return tl.inline_asm_elementwise(
         "ld.global.nc.b32 $0, [$1];", "=r,l", args=[entries.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def listed_tile(tiles_ptr, place, end):
+    """Return the number of a tile of keys out of a list. end: end of the list, after which the pipeliner may read ahead."""
+    entry = tiles_ptr + tl.minimum(place, end - 1)
+    if INTERPRETED:
+        tile = tl.load(entry)
+    else:
+        tile = peeked(entry)
+    return tile
 
 
 @triton.jit

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention_rules import RULES, expected
+from attention_rules import LENGTH, RULES, Document, expected
 from backend_cases import CASES, case_of, spec
 from decode_writes import new_token_case, write_and_decode
 from headway.backends.triton.backend import TritonAttention
-from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.rule import AttentionRule
 from headway.core.oracle.cases import Case, relative_error, run_backend
@@ -42,6 +43,36 @@ def test_tiles_that_a_mask_hides_are_skipped(name: str, options: dict[str, str])
     assert error_of(case_of("1q90_1q40s100_1q1s99_1q4s77", spec(rule=RULES[name])), **options) < 5e-6
 
 
+@pytest.mark.parametrize("layout", [NHD, VLLM_5D], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("options", [{}, SPLITS], ids=str)
+def test_rows_of_hidden_tiles_are_not_read(options: dict[str, str], layout: CacheLayout) -> None:
+    """Values of the first document are NaN, which a weight of 0 would not hide."""
+    layer = spec(rule=Document(torch.arange(LENGTH) // 64))
+    case = case_of("1q16s120_1q1s65_1q1s128_1q4s100", layer, layout, verify=4)
+    right = expected(case)
+    for row in range(case.metadata.num_seqs):
+        for block in case.metadata.block_table[row, :4].tolist():
+            case.cache.logical_value[block] = torch.nan
+    backend = TritonAttention(layer, layout, 16, options)
+    assert relative_error(run_backend(backend, case), right, case) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["Document", "Windows"])
+def test_a_captured_plan_lists_tiles_anew_for_each_replay(name: str) -> None:
+    case = case_of("1q1s120_3q1s40", spec(rule=RULES[name]))
+    step, lengths = case.metadata, case.metadata.seq_lens.clone()
+    backend = TritonAttention(case.spec, NHD, 16)
+    plan = backend.plan_for_capture(replace(step, seq_lens_cpu=torch.full_like(step.seq_lens_cpu, 8192)))
+    step.seq_lens.zero_()  # a replay of padding only, then one of the case's own lengths
+    backend.plan_for_replay(plan, replace(step, seq_lens_cpu=step.seq_lens))
+    assert plan.chunks.seen.counts.tolist() == [0] * 4
+    step.seq_lens.copy_(lengths)
+    backend.plan_for_replay(plan, step)
+    out = torch.full_like(case.q, torch.nan)
+    backend.decode(case.q, case.cache, plan, out)
+    assert relative_error(out, expected(case), case) < 5e-6
+
+
 LAYERS = {
     "window": {"sliding_window": 9},
     "softcap, sinks": {"softcap": 2.0, "sinks": (0.3, -1.0, 2.0, 0.0)},
@@ -54,7 +85,7 @@ LAYERS = {
 @pytest.mark.parametrize("options", [{}, SPLITS], ids=str)
 @pytest.mark.parametrize("layout", [NHD, *(pytest.param(each, marks=pytest.mark.slow) for each in (HND, VLLM_5D))], ids=str)
 @pytest.mark.parametrize("changes", LAYERS)
-def test_other_features_and_layouts(changes: str, layout: Any, options: dict[str, str]) -> None:
+def test_other_features_and_layouts(changes: str, layout: CacheLayout, options: dict[str, str]) -> None:
     layer = spec(rule=RULES["Everything"], **LAYERS[changes])
     assert error_of(case_of("1q9_1q6s42_1q1s63_2q1s8", layer, layout), **options) < 5e-6
 
