@@ -213,6 +213,11 @@ class Chunks:
         """True if a sequence may have more than one chunk."""
         return len(self.table) > len(self.seq_lens)
 
+    @property
+    def listed(self) -> tuple[Tensor | None, int | None]:
+        """Lists of tiles and their stride, as arguments of kernels. (None, None) if there are no lists."""
+        return (None, None) if self.seen is None else (self.seen.tiles, self.seen.tiles.stride(0))
+
     def cut(self, launch: Launcher, splits: int) -> None:
         """Fill the tables for the lengths on the device, with one launch of `cut_sequences`. splits: at most `self.splits`."""
         assert splits <= self.splits

@@ -274,7 +274,6 @@ class Decode:
             compiled: Hashable = (classes, pointers_aligned, scaled, plan.config, tuple(constants.values()))
             known = self._constants[compiled_for] = (constants, addressing.strides, compiled)
         constants, strides, compiled = known
-        seen = plan.chunks.seen
         rest = (
             *(() if self._scaled else NO_SCALES),
             plan.block_table,
@@ -282,8 +281,7 @@ class Decode:
             self._layer.slopes,
             self._layer.sinks,
             *self._layer.parameters,
-            None if seen is None else seen.tiles,
-            None if seen is None else seen.tiles.stride(0),
+            *plan.chunks.listed,
             plan.partial,
             plan.lse,
             plan.arrivals,
