@@ -154,16 +154,17 @@ class FlexAttention(AttentionBackend):
         tile = next(each for each in (1, 16, BLOCK) if metadata.max_query_len <= each or each == BLOCK)
         tiles = [(seq, first) for seq, n in enumerate(metadata.query_lens) for first in range(0, n, tile)]
         shape = next(8**power for power in range(1, 9) if len(tiles) <= 8**power)  # padding tiles read no page
-        firsts, rows = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, tile, dtype=torch.int64)
+        firsts, lasts, rows = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.zeros(shape, tile).long()
         starts, places, reads = metadata.query_start_loc_cpu.tolist(), [torch.zeros(0, dtype=torch.int64)], []
         for number, (seq, first) in enumerate(tiles):
             n = min(tile, metadata.query_lens[seq] - first)
             places.append(torch.arange(n) + number * tile)
             rows[number, :n] = torch.arange(n) + starts[seq] + first
             firsts[number] = before = metadata.kv_lens[seq] - metadata.query_lens[seq] + first
+            lasts[number] = max(metadata.kv_lens[seq] - 1, 0)
             oldest = 0 if window is None else max(before - window + 1, 0) // size  # pages before the window are not read
             reads.append((oldest, metadata.block_table_cpu[seq, oldest : max(-(-(before + n) // size), 0)]))
-        firsts = firsts.to(device)
+        firsts, lasts = firsts.to(device), lasts.to(device)
 
         @memo
         def mods(num_pages: int) -> tuple[Any, Any]:
@@ -176,7 +177,8 @@ class FlexAttention(AttentionBackend):
 
             def places_of(tile: Tensor, query: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
                 page = back[tile, slot // size]
-                return firsts[tile] + query, torch.where(page < 0, -1, page * size + slot % size)
+                q_pos = torch.minimum(firsts[tile] + query, lasts[tile])  # a rule gets no positions of padding
+                return q_pos, torch.where(page < 0, -1, page * size + slot % size)
 
             visible, changed = self._mods(places_of)
             lengths = tile, num_pages * size

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention_rules import RULES, expected
+from attention_rules import RULES, Document, expected
 from backend_cases import CASES, case_of, spec
 from headway.backends.flex import FlexAttention, FlexPlan
 from headway.bench.studies.rules import error_of, rules_of
@@ -40,6 +40,12 @@ def test_matches_float64(name: str, case_name: str) -> None:
 def test_other_features(changes: dict[str, Any]) -> None:
     layer = spec(rule=RULES["Distance"], **changes)
     made = case_of("1q9_1q40_1q6s42_1q1s63_2q1s8", layer, poison=3e4)
+    assert relative_error(run_backend(FlexAttention(layer, NHD, 16), made), expected(made), made) < 5e-6
+
+
+def test_a_table_as_long_as_the_sequence() -> None:
+    layer = spec(rule=Document(torch.arange(60) // 25))
+    made = case_of("1q40s60_1q33_1q1s60", layer, poison=3e4)
     assert relative_error(run_backend(FlexAttention(layer, NHD, 16), made), expected(made), made) < 5e-6
 
 
