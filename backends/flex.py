@@ -27,9 +27,6 @@ from headway.core.contract.support import YES, Support
 
 BLOCK = 128
 """Number of queries per block of a mask, and of keys in a prompt. FlexAttention's default."""
-PARTS = frozenset({"score", "mask"})
-"""Functions of a rule that FlexAttention can compute. It cannot change weights after the softmax (`gate`)."""
-
 Places = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of (tile, query, slot) that returns the positions of the query and of the key, -1 if the slot is not of the
 sequence."""
@@ -111,10 +108,8 @@ class FlexAttention(AttentionBackend):
         support = super().supports(spec, layout, block_size, phase)
         if spec.rule is None:
             support &= Support.no("layer", "an attention rule", "none", "other backends compute plain attention")
-        elif others := spec.rule.parts - PARTS:
-            support &= Support.no(
-                f"rule {spec.rule.name}", "score and mask only", ", ".join(sorted(others)), "name another backend"
-            )
+        elif "gate" in spec.rule.parts:  # FlexAttention cannot change weights after the softmax
+            support &= Support.no(f"rule {spec.rule.name}", "score and mask only", "gate", "name another backend")
         if (spec.device.type, spec.dtype) == ("cuda", torch.float32) and spec.head_dim > 128:  # exceeds shared memory
             support &= Support.no("head_dim", "at most 128 in float32 on a GPU", spec.head_dim, "--dtype bfloat16")
         return support

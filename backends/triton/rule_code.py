@@ -104,13 +104,10 @@ def traced_rule(rule: AttentionRule) -> TracedRule:
 @lru_cache(maxsize=256)
 def _traced(rule: AttentionRule) -> TracedRule | Support:
     """Return the source of a rule's functions, or the refusal that names the operation that Triton does not inline."""
-    who = f"rule {rule.name}"
-    for part in sorted(rule.parts - PARTS.keys()):
-        return Support.no(who, "functions that triton inlines (score, mask, gate)", part, "name another backend")
     try:
         return _trace(rule, wide=False) or _trace(rule, wide=True)  # type: ignore[return-value]
     except _Refusal as refusal:
-        return Support.no(who, "elementwise operations that triton inlines", str(refusal), "name another backend")
+        return Support.no(f"rule {rule.name}", "elementwise operations that triton inlines", str(refusal), "name another backend")
 
 
 def inlines(rule: AttentionRule | None) -> Support:
