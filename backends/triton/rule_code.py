@@ -200,7 +200,7 @@ def _take_parameters(rule: AttentionRule, params: Any, recorder: _Recorder) -> N
             if buffer == "ints" and len(numbers) and int(numbers.abs().max()) >= _NARROW:
                 recorder.writer.needs_wide = True
         elif isinstance(given, Tensor):
-            load = f"tl.load(floats + {sizes[buffer]} + head)"
+            load = f"parameter(floats + {sizes[buffer]} + head)"
             recorder.values[id(given)] = recorder.writer.assign(load, given.dtype, frozenset({"head"}))
         recorder.kept.append(given)
         sizes[buffer] += len(numbers)
@@ -248,7 +248,7 @@ class _Writer:
         cast = ["    q_pos = q_pos.to(tl.int64)", "    head = head.to(tl.int64)"] if self.wide else []
         returned = f"    return ({', '.join([*self.exported, 'q_pos'])},)"
         rows = ["@triton.jit", "def rows(q_pos, head, floats, ints):", *cast, *self.shared, returned]
-        head = ["import triton", "import triton.language as tl", "", "from headway.backends.triton.tiles import tanh"]
+        head = ["import triton", "import triton.language as tl", "", "from headway.backends.triton.tiles import parameter, tanh"]
         return "\n".join([*head, "", "", *rows, *self.functions, ""])
 
 
@@ -355,7 +355,7 @@ class _Recorder(TorchDispatchMode):
 
     def _load(self, table: _Table, place: str, depends: frozenset[str]) -> _Value:
         buffer = self.writer.export(table.buffer) if depends & KEYED else table.buffer
-        text = f"tl.load({buffer} + {place})"
+        text = f"parameter({buffer} + {place})"
         return self.writer.assign(f"{text} != 0" if table.dtype == torch.bool else text, table.dtype, depends)
 
     def _value(self, given: Any) -> _Value:

@@ -375,6 +375,24 @@ def scale_of(score_scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, RU
 
 
 @triton.jit
+def parameter(entries):
+    """Return numbers out of a rule's buffers. Like `peeked` ones, they take no shared memory, in which keys need the space."""
+    if INTERPRETED:
+        found = tl.load(entries)
+    elif entries.dtype.element_ty == tl.float32:
+        found = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", args=[entries.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    elif entries.dtype.element_ty == tl.int64:
+        found = tl.inline_asm_elementwise(
+            "ld.global.nc.b64 $0, [$1];", "=l,l", args=[entries.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
+        )
+    else:
+        found = peeked(entries)
+    return found
+
+
+@triton.jit
 def rule_rows(positions, head, live, floats_ptr, ints_ptr, RULE: tl.constexpr):
     """Return a rule's values for the rows of a query tile, which no key changes. positions, head: [BLOCK_M]."""
     rule = positions
