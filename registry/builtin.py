@@ -65,6 +65,7 @@ _CLASSES = {
     "xformers": "xformers:XFormersAttention",
     "native": "native:NativeAttention",
     "sdpa": "sdpa:SDPA",
+    "flex": "flex:FlexAttention",
     "sdpa.math": "sdpa:SDPAMath",
 }
 
@@ -98,6 +99,7 @@ def headway_register_backends() -> list[BackendInfo]:
         _info("xformers", "CUTLASS or flash prefill, Triton split-K paged decode", "headway[xformers]"),
         _info("native", "our paged decode in C on a CPU, compiled at first use"),
         _info("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks"),
+        _info("flex", "torch's FlexAttention, for layers with an attention rule"),
         _info("sdpa.math", "the baseline: torch's MATH kernel over gathered rows"),
     ]
 

@@ -16,6 +16,7 @@ KERNELS = [
     "backends/hopper/test_decode_interpreted.py",
     "backends/states/test_interpreted.py",
     "backends/triton/test_chunks.py backends/triton/test_guarded.py backends/triton/test_interpreted.py",
+    "backends/triton/test_rules_interpreted.py",
     "kernels/all_reduce/test_interpreted.py",
     "kernels/experts/test_interpreted.py",
     "kernels/linear/test_interpreted.py kernels/linear/test_quantized_interpreted.py",
@@ -34,7 +35,7 @@ def files(names: str) -> list[Path]:
     ("names", "only"),
     [
         ("backends/triton/test_interpreted.py", "test_matches_float64 and gqa"),
-        (KERNELS[5], "test_every_step_equals_the_plain_one and (head_dim or blocks)"),
+        (KERNELS[6], "test_every_step_equals_the_plain_one and (head_dim or blocks)"),
     ],
 )
 def test_a_few_kernels_are_right_in_the_interpreter(names: str, only: str) -> None:

@@ -16,6 +16,7 @@ from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import KernelSetup, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
+from headway.backends.triton.rule_code import inlines
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
@@ -52,7 +53,7 @@ class TritonAttention(AttentionBackend):
         value_in_key=True,
         lse=True,
         shares_plans=True,
-        features=FEATURES,
+        features=FEATURES | {"rule"},
         dense_prefill=True,
         non_causal=True,
         reads_live_slots=True,
@@ -105,6 +106,7 @@ class TritonAttention(AttentionBackend):
         if spec.head_dim > LONGEST_KEY or spec.v_head_dim > LONGEST_VALUE:
             got = f"{spec.head_dim}/{spec.v_head_dim}"
             support &= Support.no("head_dim/v_head_dim", f"at most {LONGEST_KEY}/{LONGEST_VALUE}", got)
+        support &= inlines(spec.rule)
         if spec.scale <= 0:
             support &= Support.no("scale", "a positive number", spec.scale)
         if spec.cache_dtype == torch.float8_e4m3fn and not INTERPRETED and spec.device.type == "cuda":

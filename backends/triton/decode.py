@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.triton.chunk_kernel import Chunks, cut_sequences, max_chunk_count
+from headway.backends.triton.chunk_kernel import Chunks, SeenTiles, cut_sequences, list_sequences, max_chunk_count
 from headway.backends.triton.configs import INVARIANT_KEYS, INVARIANT_SPLITS, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
@@ -31,6 +31,9 @@ keys are prefetched."""
 
 MERGE_WARPS, MERGED = 4, 16
 """Number of warps of a program of `merge_chunks`, and number of partial results per row that it loads at once."""
+
+LISTED_KEYS = 4096
+"""Number of keys times query heads that a program of `list_sequences` compares at once."""
 
 SHORTEST_DOT = 16
 """Minimum length of the inner dimension of a `tl.dot`."""
@@ -106,6 +109,7 @@ class Decode:
         """Compile-time constants, strides and the launcher's key, keyed by all properties that they depend on."""
         self.launch = Launcher(split_kv_decode)
         self.launch_split = Launcher(cut_sequences)
+        self._launch_list = Launcher(list_sequences)
         self._launch_merge = Launcher(merge_chunks)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
@@ -152,7 +156,8 @@ class Decode:
         items, window = self._spec.num_kv_heads * tiles_m, self._spec.sliding_window
         even = self.splits_evenly(metadata.num_seqs * items, splits)
         least = -(-self._least_keys // config.block_n)
-        chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even, least)
+        seen = self._seen_tiles(metadata, config.block_n) if self.skips_tiles else None
+        chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even, least, seen)
         results = len(chunks.table) * items * rows if chunks.split else 0
         floats = self.workspace.floats(results * (self._layer.block_dv + 1))
         plan = DecodePlan(
@@ -169,6 +174,32 @@ class Decode:
         )
         self._cut(plan, splits)
         return plan
+
+    @property
+    def skips_tiles(self) -> bool:
+        """True if the kernel reads only the tiles of keys that the layer's rule leaves."""
+        return self._layer.constants["RULE"].mask is not None
+
+    def _seen_tiles(self, metadata: AttentionMetadata, block_n: int) -> SeenTiles:
+        """Return lists for the tiles that the rule's mask leaves, which are not filled yet."""
+        spec, rule, device = self._spec, self._layer.constants["RULE"], metadata.seq_lens.device
+        most = max(-(-metadata.block_table.shape[1] * metadata.block_size // block_n), 1)
+        counts = torch.zeros(metadata.num_seqs, dtype=torch.int32, device=device)
+        tiles = torch.zeros((metadata.num_seqs, most), dtype=torch.int32, device=device)
+        heads = spec.num_heads if rule.by_head else 1
+        rows = 1 << (heads - 1).bit_length()
+        constants = {
+            "HEADS": heads,
+            "ROWS": rows,
+            "TILES": max(1, min(LISTED_KEYS // (rows * block_n), 64)),
+            "BLOCK_N": block_n,
+            "HAS_WINDOW": spec.sliding_window is not None,
+            "RULE": rule,
+        }
+        lengths = metadata.seq_lens, metadata.query_start_loc
+        arguments = (*lengths, tiles, counts, *self._layer.parameters, most, spec.sliding_window or 0)
+        key, grid = tuple(constants.values()), (metadata.num_seqs, 1, 1)
+        return SeenTiles(tiles, counts, lambda: self._launch_list(key, grid, arguments, constants, num_warps=4))
 
     def split_again(self, plan: DecodePlan, kv_lens: list[int]) -> None:
         """Split the sequences again for the current lengths on the device. kv_lens: the same lengths on the host."""
@@ -252,6 +283,8 @@ class Decode:
             plan.chunks.table,
             self._layer.slopes,
             self._layer.sinks,
+            *self._layer.parameters,
+            *plan.chunks.listed,
             plan.partial,
             plan.lse,
             plan.arrivals,
@@ -328,7 +361,7 @@ class Decode:
             "STAGES": plan.config.num_stages,
             "PDL": early,
             "EARLY": plan.early,
-            "AHEAD": AHEAD_TILES if early and plan.ahead and addressing.whole_rows else 0,
+            "AHEAD": AHEAD_TILES if early and plan.ahead and addressing.whole_rows and not self.skips_tiles else 0,
         }
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

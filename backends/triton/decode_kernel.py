@@ -20,9 +20,12 @@ from headway.backends.triton.tiles import (
     cached_rows,
     head_offsets,
     key_rows,
+    listed_tile,
     normalise,
     query_tile,
     row_scales,
+    rule_rows,
+    scale_of,
     softmax_step,
     unpack_fp8,
     unpack_int8,
@@ -61,13 +64,13 @@ def prefetch_rows(
 @triton.jit
 def fold_cached(
     q, key, value, key_scale_ptr, value_scale_ptr, kv_head, table, m, l, acc, acc_odd, first, end, positions, newest, slopes,
-    row_scale, score_scale, cap_log2, window,
+    rule, row_scale, score_scale, cap_log2, window,
     k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, K_PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, PAIRS: tl.constexpr,
-    ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, RULE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update (m, l, acc) with cached keys first .. first + BLOCK_N that are before `end` and not newer than `newest`. PAIRS:
@@ -126,8 +129,8 @@ def fold_cached(
         )
         scores = scores * k_scales[None, :]
     m, l, weights, shrink = softmax_step(
-        scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2,
-        window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+        scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, rule, score_scale, cap_log2,
+        window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
     )  # fmt: skip
     if PAIRS and SCALED:
         v_even, v_odd = unpack_int8(v)
@@ -146,8 +149,8 @@ def fold_cached(
 
 @triton.jit
 def fold_new(
-    q, k, v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
+    q, k, v, m, l, acc, at, positions, slopes, rule, score_scale, cap_log2, window,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, RULE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Update (m, l, acc) with a token's own k and v [BLOCK_D] at position `at`, without tensor cores. q: [ROWS, BLOCK_D]."""
     BLOCK_M: tl.constexpr = m.shape[0]
@@ -155,14 +158,14 @@ def fold_new(
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
     scores = tl.reshape(tl.broadcast_to(scores[None, :], (BLOCK_M // ROWS, ROWS)), (BLOCK_M, 1))  # repeated in unused rows
     m, l, weights, shrink = softmax_step(
-        scores, m, l, at + tl.arange(0, 1), positions, positions, slopes, score_scale, cap_log2, window,
-        False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+        scores, m, l, at + tl.arange(0, 1), positions, positions, slopes, rule, score_scale, cap_log2, window,
+        RULE.mask is not None, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
     )  # fmt: skip
     return m, l, acc * shrink[:, None] + weights * v.to(tl.float32)[None, :]
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride", "sums_stride_head"],
+    do_not_specialize=["tiles_stride", "window", "table_stride", "sums_stride_head"],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "sums_ptr"],
 )
 def split_kv_decode(
@@ -179,6 +182,10 @@ def split_kv_decode(
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads]: log2(e) * sink
+    floats_ptr,  # RULE: its parameters
+    ints_ptr,
+    tiles_ptr,  # RULE.mask: int32 [num_seqs, tiles_stride], output of `list_sequences`
+    tiles_stride,
     partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, ROWS]
     arrivals_ptr,  # int32 [(chunks + num_seqs) * items], zero between launches
@@ -232,6 +239,7 @@ def split_kv_decode(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    RULE: tl.constexpr,  # a rule_code.RuleCode
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     DOT: tl.constexpr,
@@ -284,8 +292,13 @@ def split_kv_decode(
         return
     d = tl.arange(0, BLOCK_D)
     last = end == kv_len
+    if RULE.mask is not None:  # start and end are places in the list of tiles, in keys
+        last = tl.program_id(1) - first_chunk == num_chunks - 1
     if NEW:  # loaded before the loop, used after it; compares a tensor, not a scalar, for the interpreter of Triton 3.9
-        own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + end == kv_len)
+        if RULE.mask is None:
+            own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + end == kv_len)
+        else:
+            own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + tl.program_id(1) == first_chunk + num_chunks - 1)
         new_k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride_token + kv_head * new_k_stride_head
         new_v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride_token + kv_head * new_v_stride_head
         new_k = tl.load(new_k_row + d, mask=own, other=0.0)
@@ -293,7 +306,11 @@ def split_kv_decode(
         r = first_row + tl.arange(0, ROWS)
         new_q_rows = q_ptr + seq.to(tl.int64) * q_stride_token + ((kv_head * GROUP + r) * q_stride_head)[:, None]
         new_q = tl.load(new_q_rows + d[None, :], mask=(r < GROUP)[:, None] & own[None, :], other=0.0)
-    end = tl.minimum(end, kv_len - 1 if NEW else kv_len)
+    limit = tl.minimum(end, kv_len - 1 if NEW else kv_len)
+    if RULE.mask is None:
+        end = limit
+    else:
+        limit = kv_len - 1 if NEW else kv_len
 
     row = first_row + tl.arange(0, BLOCK_M)
     live = row < query_len * GROUP
@@ -315,6 +332,7 @@ def split_kv_decode(
     else:
         q = query_tile(q_rows, d, inside, live, HEAD_DIM, BLOCK_D, TAIL, DOT)
     slopes = alibi_slopes(slopes_ptr, head, live, BLOCK_M, HAS_ALIBI)
+    rule = rule_rows(positions, head, live, floats_ptr, ints_ptr, RULE)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -328,36 +346,47 @@ def split_kv_decode(
     value = value_ptr + kv_head * v_stride_head
     # Zeroing keys after the end takes many instructions if adjacent slots are contiguous, so only the last tile does it.
     whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
-    for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+    tiles = tiles_ptr
+    if RULE.mask is not None:
+        tiles += seq.to(tl.int64) * tiles_stride
+        if V_SLOTS_INNER:
+            whole = end - last.to(tl.int32) * BLOCK_N
+    for step in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+        first = step
+        if RULE.mask is not None:
+            first = listed_tile(tiles, step // BLOCK_N, end // BLOCK_N) * BLOCK_N
         m, l, acc, acc_odd = fold_cached(
             q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
-            table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
-            slopes=slopes, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
+            table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=limit, positions=positions, newest=newest,
+            slopes=slopes, rule=rule, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
             k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
             v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,
             HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, TAIL=TAIL, V_HEAD_DIM=V_HEAD_DIM, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE,
             K_X=K_X, V_X=V_X, V_SLOTS_INNER=V_SLOTS_INNER, K_PIECES=K_PIECES, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SCALED=SCALED,
             SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=not V_SLOTS_INNER, HAS_WINDOW=HAS_WINDOW, HAS_SOFTCAP=HAS_SOFTCAP,
-            HAS_ALIBI=HAS_ALIBI, DOT=DOT, PRECISION=PRECISION,
+            HAS_ALIBI=HAS_ALIBI, RULE=RULE, DOT=DOT, PRECISION=PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
-        for first in tl.range(whole, end, BLOCK_N, num_stages=1):
+        for step in tl.range(whole, end, BLOCK_N, num_stages=1):
+            first = step
+            if RULE.mask is not None:
+                first = listed_tile(tiles, step // BLOCK_N, end // BLOCK_N) * BLOCK_N
             m, l, acc, acc_odd = fold_cached(
                 q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
-                table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
-                slopes=slopes, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
+                table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=limit, positions=positions, newest=newest,
+                slopes=slopes, rule=rule, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
                 k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
                 v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,
                 HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, TAIL=TAIL, V_HEAD_DIM=V_HEAD_DIM, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE,
                 K_X=K_X, V_X=V_X, V_SLOTS_INNER=V_SLOTS_INNER, K_PIECES=K_PIECES, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
                 SCALED=SCALED, SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=True, HAS_WINDOW=HAS_WINDOW,
-                HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, DOT=DOT, PRECISION=PRECISION,
+                HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, RULE=RULE, DOT=DOT, PRECISION=PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only NEW is known at compile time
         if last:
             m, l, acc = fold_new(
-                new_q, new_k, new_v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+                new_q, new_k, new_v, m, l, acc, at, positions, slopes, rule, score_scale, cap_log2, window,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
             )  # fmt: skip
             store_kv(
                 new_k[None, :], new_v[None, :], key_ptr, value_ptr,
@@ -368,9 +397,7 @@ def split_kv_decode(
             )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
-    if HAS_SOFTCAP or HAS_ALIBI:
-        score_scale = 1.0
-    m = m * score_scale
+    m = m * scale_of(score_scale, HAS_SOFTCAP, HAS_ALIBI, RULE)
 
     dv = tl.arange(0, BLOCK_DV)
     out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head

@@ -26,6 +26,8 @@ from headway.backends.triton.tiles import (
     normalise,
     peeked_blocks,
     query_tile,
+    rule_rows,
+    scale_of,
     softmax_step,
 )
 from headway.core.contract.layout import LayerCache
@@ -45,6 +47,8 @@ def latent_decode(
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads]: log2(e) * sink
+    floats_ptr,  # RULE: its parameters
+    ints_ptr,
     partial_ptr,  # SPLIT: float32 [chunks, items, ROWS, BLOCK_D]; items: grid axis 0
     lse_ptr,  # SPLIT: float32 [chunks, items, ROWS]
     score_scale,
@@ -75,6 +79,7 @@ def latent_decode(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    RULE: tl.constexpr,  # a rule_code.RuleCode
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     DOT: tl.constexpr,
@@ -110,6 +115,7 @@ def latent_decode(
     q_rows = q_ptr + ((token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head)[:, None]
     q = query_tile(q_rows, d, live[:, None], live, HEAD_DIM, BLOCK_D, TAIL, DOT)
     slopes = alibi_slopes(slopes_ptr, head, live, BLOCK_M, HAS_ALIBI)
+    rule = rule_rows(positions, head, live, floats_ptr, ints_ptr, RULE)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -133,16 +139,14 @@ def latent_decode(
             )  # fmt: skip
             scores = tl.dot(q[1], tl.trans(tail), scores, input_precision=PRECISION)
         m, l, weights, shrink = softmax_step(
-            scores, m, l, first + tl.arange(0, BLOCK_N), positions, positions, slopes, score_scale, cap_log2, window,
-            True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+            scores, m, l, first + tl.arange(0, BLOCK_N), positions, positions, slopes, rule, score_scale, cap_log2,
+            window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
         )  # fmt: skip
         acc = tl.dot(weights.to(DOT), rows, acc * shrink[:, None], input_precision=PRECISION)
 
     if PDL:
         gdc_launch_dependents()
-    if HAS_SOFTCAP or HAS_ALIBI:
-        score_scale = 1.0
-    m = m * score_scale
+    m = m * scale_of(score_scale, HAS_SOFTCAP, HAS_ALIBI, RULE)
     if not SPLIT or num_chunks == 1:
         result = normalise(
             acc, m, l, sums_ptr, sinks_ptr, token, row, head, live, v_scale, sums_stride_head, GROUP, HAS_SINKS, HAS_LSE
@@ -166,6 +170,8 @@ class LatentDecode(Decode):
         super().__init__(setup, num_splits)
         self._arch = setup.arch
         self._launch_latent = Launcher(latent_decode)
+
+    skips_tiles = False
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
         rows = self._spec.group_size * (1 if self._spec.batch_invariant else max_query_len)
@@ -199,6 +205,7 @@ class LatentDecode(Decode):
             plan.chunks.table,
             layer.slopes,
             layer.sinks,
+            *layer.parameters,
             plan.partial,
             plan.lse,
             *self._scalars,
@@ -219,8 +226,8 @@ class LatentDecode(Decode):
 
     def _latent_constants(self, plan: DecodePlan, lse: bool) -> dict[str, Any]:
         shared = (
-            "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_D", "TAIL", "HAS_WINDOW", "HAS_SOFTCAP", "HAS_ALIBI", "HAS_SINKS", "DOT",
-            "PRECISION",
+            "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_D", "TAIL", "HAS_WINDOW", "HAS_SOFTCAP", "HAS_ALIBI", "HAS_SINKS", "RULE",
+            "DOT", "PRECISION",
         )  # fmt: skip
         return {
             **{name: self._layer.constants[name] for name in shared},

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.backends.triton.configs import Architecture
+from headway.backends.triton.rule_code import NO_RULE, traced_rule
 from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, launches_early
@@ -36,6 +37,8 @@ class Layer:
     slopes: Tensor
     """float32 [num_heads]: log2(e) * ALiBi slope. A placeholder if the layer has no slopes."""
     sinks: Tensor
+    parameters: tuple[Tensor | None, Tensor | None]
+    """Parameters of the layer's rule, as its functions read them. (None, None) without a rule."""
     scalars: Mapping[str, float | int]
     constants: Mapping[str, Any]
 
@@ -46,6 +49,7 @@ class Layer:
         block_dv = max(triton.next_power_of_2(spec.v_head_dim), 16)
         scale = spec.scale * spec.k_scale
         cap = spec.softcap
+        rule = NO_RULE if spec.rule is None else traced_rule(spec.rule).code()
 
         def vector(values: tuple[float, ...] | None) -> Tensor:
             return torch.tensor([x * _LOG2E for x in values or (0.0,)], dtype=torch.float32, device=spec.device)
@@ -56,6 +60,7 @@ class Layer:
             equal_tiles=spec.head_dim == spec.v_head_dim and not spec.value_in_key and not tail,
             slopes=vector(spec.alibi_slopes),
             sinks=vector(spec.sinks),
+            parameters=(None, None) if spec.rule is None else traced_rule(spec.rule).pack(spec.rule, spec.device),
             scalars={
                 "score_scale": scale * _LOG2E if cap is None else scale / cap,
                 "cap_log2": 0.0 if cap is None else cap * _LOG2E,
@@ -75,6 +80,7 @@ class Layer:
                 "HAS_SOFTCAP": cap is not None,
                 "HAS_ALIBI": spec.alibi_slopes is not None,
                 "HAS_SINKS": spec.sinks is not None,
+                "RULE": rule,
                 "DOT": tl.float32 if INTERPRETED else _TYPES[spec.dtype],
                 "PRECISION": "ieee" if spec.dtype == torch.float32 else "tf32",
             },

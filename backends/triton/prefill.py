@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headway.backends.triton.configs import ANY_PROMPT, PrefillConfig, prefill_config
 from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
 from headway.backends.triton.merge_kernel import merge_tiles
-from headway.backends.triton.prefill_kernel import varlen_attention
-from headway.backends.triton.splits import RunRule, TileSchedule, schedule_tiles
+from headway.backends.triton.prefill_kernel import list_tiles, varlen_attention
+from headway.backends.triton.splits import RunRule, TileColumn, TileSchedule, schedule_tiles
 from headway.core.contract.kernel import upload
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import LayerCache
@@ -43,6 +43,8 @@ class PrefillPlan:
     block_table: Tensor
     seq_lens: Tensor
     config: PrefillConfig
+    tiles: Tensor | None
+    """int32 [programs, 1 or num_kv_heads, stride]: lists of key tiles (`list_tiles`). None if all tiles are read."""
     partial: Tensor
     """float32: partial results of programs that share the keys of a query tile. All plans of a backend share this buffer."""
     lse: Tensor
@@ -70,6 +72,7 @@ class Prefill:
         self._own = id(layer)  # See `Decode`
         self._launch = Launcher(varlen_attention)
         self._launch_merge = Launcher(merge_tiles)
+        self._launch_tiles = Launcher(list_tiles)
         self._pdl = launches_early(spec.device)
         self._variants: dict[Hashable, _Variant] = {}
         self._descriptors = Descriptors(layer.block_d)
@@ -99,18 +102,42 @@ class Prefill:
             rule.cut,
             spec.causal,
         )
+        rows = upload(torch.from_numpy(schedule.rows), metadata.seq_lens.device)
         results = schedule.slots * spec.num_kv_heads * config.block_m
         floats = self.workspace.floats(results * (self._layer.block_dv + 1))
         return PrefillPlan(
             dense=dense,
             schedule=schedule,
-            rows=upload(torch.from_numpy(schedule.rows), metadata.seq_lens.device),
+            rows=rows,
             block_table=metadata.block_table,
             seq_lens=metadata.seq_lens,
             config=config,
+            tiles=self._list_tiles(schedule, rows, config),
             partial=floats,
             lse=floats[results * self._layer.block_dv :],
         )
+
+    def _list_tiles(self, schedule: TileSchedule, rows: Tensor, config: PrefillConfig) -> Tensor | None:
+        """Return the lists of key tiles that the rule's mask leaves. Return None if the layer's rule has no mask, or if all tiles
+        must be read in their order, so that decode gives the same bits."""
+        rule, spec, ends = self._layer.constants["RULE"], self._spec, schedule.rows[: schedule.programs, TileColumn.KEY_END]
+        if rule.mask is None or schedule.programs == 0 or spec.invariance >= Invariance.PHASE:
+            return None
+        most = int((-(-ends // config.block_n) - schedule.rows[: schedule.programs, TileColumn.FIRST_KEY_TILE]).max())
+        grid = (spec.num_kv_heads if rule.by_head else 1, schedule.programs, 1)
+        tiles = torch.zeros((schedule.programs, grid[0], 2 + most), dtype=torch.int32, device=rows.device)
+        tokens = -(-config.block_m // spec.group_size) + (config.block_m % spec.group_size > 0)
+        constants = {
+            "GROUP": spec.group_size,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "TOKENS": 1 << (tokens - 1).bit_length(),
+            "HAS_WINDOW": spec.sliding_window is not None,
+            "RULE": rule,
+        }
+        arguments = (rows, tiles, tiles.stride(1), *self._layer.parameters, spec.sliding_window or 0)
+        self._launch_tiles(tuple(constants.values()), grid, arguments, constants, num_warps=8)
+        return tiles
 
     def _rule(self, config: PrefillConfig) -> RunRule:
         spec = self._spec
@@ -193,6 +220,9 @@ class Prefill:
             plan.seq_lens,
             self._layer.slopes,
             self._layer.sinks,
+            *self._layer.parameters,
+            plan.tiles,
+            None if plan.tiles is None else plan.tiles.stride(1),
             *self._scalars,
             *q.stride()[:2],
             *out.stride()[:2],
@@ -244,6 +274,7 @@ class Prefill:
             **scaled,
             "CAUSAL": self._spec.causal,
             "HAS_LSE": lse,
+            "LISTED": plan.tiles is not None,
             "STAGES": config.num_stages,
             "SPLIT": plan.schedule.slots > 0,
             "ONE_PATH": self._spec.invariance >= Invariance.PHASE,

@@ -19,15 +19,15 @@ from headway.backends.triton.tiles import (
     cached_rows,
     dense_rows,
     head_offsets,
+    listed_tile,
     normalise,
     peeked_blocks,
     query_tile,
     row_scales,
+    rule_rows,
+    scale_of,
     softmax_step,
 )
-from headway.kernels.runtime.triton_launch import INTERPRETED as _INTERPRETED
-
-INTERPRETED = tl.constexpr(_INTERPRETED)
 
 
 @triton.jit
@@ -107,19 +107,22 @@ def _values(
 @triton.jit
 def fold_keys(
     q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, end, kv_len, positions,
-    newest, slopes,
+    newest, slopes, rule, tiles,
     score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
     v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr, V_SLOTS_INNER: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
     SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, RULE: tl.constexpr, LISTED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Update (m, l, acc) with keys begin .. end. begin: a multiple of BLOCK_N. newest: [BLOCK_M]: position of the newest key that
-    each query may see."""
-    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    each query may see. If LISTED, begin .. end are indices in the list `tiles` of tiles of keys instead."""
+    for step in tl.range(begin, end, 1 if LISTED else BLOCK_N, num_stages=STAGES):
+        first = step
+        if LISTED:
+            first = listed_tile(tiles, step, end) * BLOCK_N
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, VALUE_IN_KEY, BLOCK_SIZE, K_X, BLOCK_N, PAGED, PEEK, STEP, TMA, MASKED, DOT,
@@ -150,8 +153,8 @@ def fold_keys(
             )  # fmt: skip
             scores = scores * k_scales[None, :]
         m, l, weights, shrink = softmax_step(
-            scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2, window,
-            MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+            scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, rule, score_scale, cap_log2, window,
+            MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, DOT,
         )  # fmt: skip
         if SCALED:
             acc = add_scaled(acc * shrink[:, None], weights, v, v_scales, DOT, PRECISION)
@@ -161,7 +164,7 @@ def fold_keys(
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride", "sums_stride_head"],
+    do_not_specialize=["tiles_stride", "window", "table_stride", "sums_stride_head"],
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "sums_ptr"],
 )
 def varlen_attention(
@@ -179,6 +182,10 @@ def varlen_attention(
     lens_ptr,  # int32 [num_seqs]: lengths of the sequences (ONE_PATH)
     slopes_ptr,  # float32 [num_heads]: log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads]: log2(e) * sink
+    floats_ptr,  # RULE: its parameters
+    ints_ptr,
+    tiles_ptr,  # int32 [programs, lists, tiles_stride], output of `list_tiles` (LISTED)
+    tiles_stride,
     score_scale,
     cap_log2,
     v_scale,
@@ -223,6 +230,8 @@ def varlen_attention(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    RULE: tl.constexpr,  # a rule_code.RuleCode
+    LISTED: tl.constexpr,  # the program reads the tiles of keys in the list at tiles_ptr
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     DOT: tl.constexpr,
@@ -265,6 +274,7 @@ def varlen_attention(
     q_rows = (start + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head
     q = query_tile(q_ptr + q_rows[:, None], d, inside, live, HEAD_DIM, BLOCK_D, TAIL, DOT)
     slopes = alibi_slopes(slopes_ptr, head, live, BLOCK_M, HAS_ALIBI)
+    rule = rule_rows(positions, head, live, floats_ptr, ints_ptr, RULE)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -290,37 +300,46 @@ def varlen_attention(
         last = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
         full_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
-    if HAS_WINDOW:
+    tiles, part_begin = tiles_ptr, full_end
+    if LISTED:
+        place = tl.program_id(1) * NUM_KV_HEADS + kv_head if RULE.by_head else tl.program_id(1)
+        tiles += place.to(tl.int64) * tiles_stride
+        full_begin = 2
+        full_end = 2 + tl.load(tiles)
+        part_begin = tiles_stride - tl.load(tiles + 1)
+        end = tiles_stride
+    if HAS_WINDOW and not LISTED:
         m, l, acc = fold_keys(
             q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
-            newest,
-            slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+            newest, slopes, rule, tiles,
+            score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-            PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+            PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, LISTED, DOT,
+            PRECISION, STAGES,
         )  # fmt: skip
     m, l, acc = fold_keys(
         q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
-        newest,
-        slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+        newest, slopes, rule, tiles,
+        score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, LISTED, DOT,
+        PRECISION, STAGES,
     )  # fmt: skip
     m, l, acc = fold_keys(
-        q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
-        newest,
-        slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+        q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, part_begin, end, kv_len, positions,
+        newest, slopes, rule, tiles,
+        score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, STEP, TMA, SCALED, SCALE_STRIDES, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, RULE, LISTED, DOT,
+        PRECISION, STAGES,
     )  # fmt: skip
 
     if PDL:
         gdc_launch_dependents()
-    if HAS_SOFTCAP or HAS_ALIBI:
-        score_scale = 1.0
-    m = m * score_scale
+    m = m * scale_of(score_scale, HAS_SOFTCAP, HAS_ALIBI, RULE)
     if ONE_PATH:
         m = tl.where(l > 0, m, 0.0)  # a captured decode may have sequences without keys
     dv = tl.arange(0, BLOCK_DV)
@@ -336,3 +355,53 @@ def varlen_attention(
         tl.store(lse_ptr + part, m + tl.log2(l))  # -inf for a row without a visible key in this run
         result = acc * (1.0 / tl.where(l > 0, l, 1.0))[:, None]
         tl.store(partial_ptr + part[:, None] * BLOCK_DV + dv[None, :], result, mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["tiles_stride", "window"])
+def list_tiles(
+    schedule_ptr,  # as in `varlen_attention`
+    tiles_ptr,  # output
+    tiles_stride,
+    floats_ptr,
+    ints_ptr,
+    window,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,  # maximum number of tokens of a query tile, rounded up to a power of two
+    HAS_WINDOW: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """List the tiles of keys that a program of `varlen_attention` reads. Grid (kv heads if RULE.by_head, else 1; programs). A
+    layer with a rule is causal.
+
+    A list begins with two counts. They are followed by the tiles that every query sees. The tiles of which a mask hides a part
+    are at the end of the list. Tiles that no query sees are not listed.
+    """
+    tile = schedule_ptr + tl.program_id(1) * 8
+    query_len = tl.load(tile + 2)
+    kv_len = tl.load(tile + 3)
+    first_row = tl.load(tile + 4) * BLOCK_M
+    last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
+    positions = kv_len - query_len + tl.minimum(first_row // GROUP + tl.arange(0, TOKENS), last)  # the last one repeats
+    listed = tiles_ptr + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * tiles_stride
+    num_full = query_len * 0
+    num_part = query_len * 0
+    for number in range(tl.load(tile + 5), tl.cdiv(tl.load(tile + 6), BLOCK_N)):
+        at = number * BLOCK_N + tl.arange(0, BLOCK_N)
+        within = at[None, :] <= positions[:, None]
+        if HAS_WINDOW:
+            within = within & (at[None, :] > positions[:, None] - window)
+        count = query_len * 0
+        for member in tl.static_range(GROUP if RULE.by_head else 1):
+            head = tl.full([TOKENS, 1], member, tl.int32) + tl.program_id(0) * GROUP
+            seen = within & RULE.mask(RULE.rows(positions[:, None], head, floats_ptr, ints_ptr), at[None, :], tl.float32)
+            count += tl.sum(seen.to(tl.int32))
+        full = count == TOKENS * BLOCK_N * (GROUP if RULE.by_head else 1)
+        part = (count > 0) & (count < TOKENS * BLOCK_N * (GROUP if RULE.by_head else 1))
+        tl.store(listed + 2 + num_full, number, mask=full)
+        tl.store(listed + tiles_stride - 1 - num_part, number, mask=part)
+        num_full += full.to(tl.int32)
+        num_part += part.to(tl.int32)
+    tl.store(listed, num_full)
+    tl.store(listed + 1, num_part)

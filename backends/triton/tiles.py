@@ -10,8 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headway.kernels.runtime.triton_launch import INTERPRETED as _INTERPRETED
+
+INTERPRETED = tl.constexpr(_INTERPRETED)
 LN_2 = tl.constexpr(0.6931471805599453)
 """Factor that converts the kernels' base-2 logarithms to natural logarithms."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -40,7 +44,7 @@ def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def peeked_blocks(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the same numbers as `block_numbers`, loaded by an instruction that the software pipeliner ignores.
+    """Return the same numbers as `block_numbers`, but `peeked`.
 
     The pipeliner would use half of a loop's stages for block numbers, and leave too few row loads in flight. The table is in the
     L1 cache after its first use, so a synchronous load is fast.
@@ -52,10 +56,26 @@ def peeked_blocks(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
         entries = table_ptr + tl.minimum(place, (limit - 1) // BLOCK_SIZE)
     else:
         entries = table_ptr + tl.minimum(first + tl.arange(0, BLOCK_N), limit - 1) // BLOCK_SIZE
-    blocks = tl.inline_asm_elementwise(
+    return peeked(entries).to(tl.int64)
+
+
+@triton.jit
+def peeked(entries):
+    """Return int32 numbers from memory, loaded by an instruction that the software pipeliner ignores."""
+    return tl.inline_asm_elementwise(
         "ld.global.nc.b32 $0, [$1];", "=r,l", args=[entries.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
     )
-    return blocks.to(tl.int64)
+
+
+@triton.jit
+def listed_tile(tiles_ptr, place, end):
+    """Return the number of a tile of keys out of a list. end: end of the list, after which the pipeliner may read ahead."""
+    entry = tiles_ptr + tl.minimum(place, end - 1)
+    if INTERPRETED:
+        tile = tl.load(entry)
+    else:
+        tile = peeked(entry)
+    return tile
 
 
 @triton.jit
@@ -297,6 +317,7 @@ def softmax_step(
     positions,  # [BLOCK_M]: positions of the queries
     newest,  # [BLOCK_M]: position of the newest key in the tile's range that a query may see
     slopes,  # [BLOCK_M]: log2(e) * ALiBi slope
+    rule,  # result of `rule_rows`
     score_scale,  # log2(e) * scale; scale / softcap with a soft cap
     cap_log2,  # log2(e) * softcap
     window,
@@ -304,49 +325,80 @@ def softmax_step(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    RULE: tl.constexpr,  # a rule_code.RuleCode
     DOT: tl.constexpr,
 ):
     """Update (m, l) with a tile of scores by online softmax (Milakov and Gimelshein 2018).
 
-    Returns m, l, the weights [BLOCK_M, BLOCK_N], and the factor [BLOCK_M] by which to scale the accumulator.
+    Returns m, l, the weights [BLOCK_M, BLOCK_N], and the factor [BLOCK_M] by which to scale the accumulator. A rule's gate
+    changes the weights only. `scale_of` returns the scale of m.
     """
     if HAS_SOFTCAP or HAS_ALIBI:
         scores = scores * score_scale
-        score_scale = 1.0
-    scores = visible_scores(
-        scores, at, positions, newest, slopes, cap_log2, window, MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT
-    )
-    return weigh(scores, m, l, tl.maximum(m, tl.max(scores, 1)), score_scale, MASKED)
-
-
-@triton.jit
-def visible_scores(
-    scores, at, positions, newest, slopes, cap_log2, window,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Apply soft cap, ALiBi and, if MASKED, the mask to scores. Arguments are as in `softmax_step`. If there is a soft cap or
-    ALiBi, the scores must already be scaled."""
     if HAS_SOFTCAP:
         scores = cap_log2 * tanh(scores, DOT)
     if HAS_ALIBI:
         scores = scores - slopes[:, None] * (positions[:, None] - at[None, :]).to(tl.float32)
+    if RULE.score is not None:  # a rule changes natural scores, not those in base 2
+        natural = LN_2 if HAS_SOFTCAP or HAS_ALIBI else score_scale * LN_2
+        scores = RULE.score(scores * natural, rule, at[None, :], DOT)
+    score_scale = scale_of(score_scale, HAS_SOFTCAP, HAS_ALIBI, RULE)
     if MASKED:
         seen = at[None, :] <= newest[:, None]
         if HAS_WINDOW:
             seen = seen & (at[None, :] > positions[:, None] - window)
+        if RULE.mask is not None:
+            seen = seen & RULE.mask(rule, at[None, :], DOT)
         scores = tl.where(seen, scores, float("-inf"))
-    return scores
-
-
-@triton.jit
-def weigh(scores, m, l, m_new, score_scale, MASKED: tl.constexpr):
-    """Return the results of `softmax_step` for the new maximum m_new."""
+    m_new = tl.maximum(m, tl.max(scores, 1))
     finite = m_new
-    if MASKED:  # no key seen yet: exp2(-inf - 0) = 0 instead of NaN
+    if MASKED or RULE.score is not None:  # no key seen yet: exp2(-inf - 0) = 0 instead of NaN
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weights = tl.exp2(scores * score_scale - (finite * score_scale)[:, None])
     shrink = tl.exp2((m - finite) * score_scale)
-    return m_new, l * shrink + tl.sum(weights, 1), weights, shrink
+    l = l * shrink + tl.sum(weights, 1)
+    if RULE.gate is not None:
+        gated = weights * RULE.gate(rule, at[None, :], DOT)
+        weights = tl.where(weights > 0.0, gated, 0.0)  # the gate may be NaN where no query sees the key
+    return m_new, l, weights, shrink
+
+
+@triton.jit
+def scale_of(score_scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, RULE: tl.constexpr):
+    """Return the factor that converts the scores of `softmax_step`, and their maximum m, to base 2."""
+    scale = score_scale
+    if RULE.score is not None:
+        scale = LOG2_E
+    elif HAS_SOFTCAP or HAS_ALIBI:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
+def parameter(entries):
+    """Return numbers out of a rule's buffers. Like `peeked` ones, they take no shared memory, in which keys need the space."""
+    if INTERPRETED:
+        found = tl.load(entries)
+    elif entries.dtype.element_ty == tl.float32:
+        found = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", args=[entries.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    elif entries.dtype.element_ty == tl.int64:
+        found = tl.inline_asm_elementwise(
+            "ld.global.nc.b64 $0, [$1];", "=l,l", args=[entries.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
+        )
+    else:
+        found = peeked(entries)
+    return found
+
+
+@triton.jit
+def rule_rows(positions, head, live, floats_ptr, ints_ptr, RULE: tl.constexpr):
+    """Return a rule's values for the rows of a query tile, which no key changes. positions, head: [BLOCK_M]."""
+    rule = positions
+    if RULE.rows is not None:
+        rule = RULE.rows(positions[:, None], tl.where(live, head, 0)[:, None], floats_ptr, ints_ptr)
+    return rule
 
 
 @triton.jit
@@ -387,6 +439,8 @@ def normalise(
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Add the sinks, store the log-sum-exp, and return the attention output [rows, BLOCK_DV]."""
+    if HAS_SINKS and HAS_LSE:  # of a row that a rule lets see no key, the sum is the sink
+        m = tl.where(m == float("-inf"), 0.0, m)
     if HAS_SINKS:
         l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
     if HAS_LSE:

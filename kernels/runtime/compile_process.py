@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from pkgutil import resolve_name
 from threading import Lock, Thread
 from typing import Any
 
@@ -117,13 +116,17 @@ def _pickled(found: Mapping[str, Any]) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes kernels as the names under which they can be imported."""
+    """Pickler that writes kernels as their names and the files in which they are found."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return how a kernel is found again; everything else is pickled as usual."""
         from triton import JITFunction
 
-        return (resolve_name, (f"{value.module}:{value.fn.__qualname__}",)) if isinstance(value, JITFunction) else NotImplemented
+        from headway.kernels.runtime.triton_cache import find_function
+
+        if not isinstance(value, JITFunction):
+            return NotImplemented
+        return find_function, (value.module, value.fn.__code__.co_filename, value.fn.__qualname__)
 
 
 def _compile(given: dict[str, Any]) -> None:

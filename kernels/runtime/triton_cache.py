@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import json
 import shutil
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any, ClassVar
 
 from triton import knobs
@@ -25,6 +29,23 @@ def use_kernel_cache() -> None:
     """Make Triton use `KernelCache` in this process, unless another cache manager is configured."""
     if knobs.cache.manager_class is None:
         knobs.cache.manager_class = KernelCache
+
+
+def import_file(name: str, path: str) -> ModuleType:
+    """Return the module `name` out of a file, imported at the first call. Kernels that are written at run time are such files."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+def find_function(module: str, path: str, name: str) -> Any:
+    """Return a function of a module, which is imported from its file if it has no import path."""
+    return resolve_name(f"{module}:{name}") if "." in module else getattr(import_file(module, path), name)
 
 
 def hash_triton() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import AttentionFunctions
+from headway.core.contract.rule import AttentionRule, PerHead
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
@@ -318,6 +320,25 @@ PROMPTS = [(5, 0, 0)], [(2000, 0, 0)]
 CACHED = [(300, 0, 0), (20, 3000, 0)], [(1, 20, 0)], [(1, 8000, 0)], [(1, 100, 0)] * 60, [(9, 0, 0), (1, 4000, 0)], [(4, 4000, 3)]
 """Steps: query, context and draft tokens of each sequence."""
 
+
+class Documents(AttentionRule):
+    """A rule that has every function and both buffers of parameters. A tile of its bias would fill the shared memory."""
+
+    documents: Tensor
+    bias: Tensor
+    slopes: PerHead
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return 20 * torch.tanh(score / 20) - params.slopes * (q_pos - k_pos) + params.bias[(q_pos - k_pos).clamp(0, 99)]
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return params.documents[q_pos] == params.documents[k_pos]
+
+    def gate(self, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return torch.where((k_pos * 0x9E3779B1 >> 7) & 1 == 0, 1.0, params.slopes)
+
+
+_RULE = Documents(torch.arange(9000) // 1000, torch.zeros(100), (0.5,) * 16)
 _KIND = AttentionSpec(16, 8, 128, 128**-0.5, BF16, GPU)
 _HEAD_64 = AttentionSpec(64, 8, 64, 0.125, BF16, GPU)
 _HEAD_256 = AttentionSpec(8, 4, 256, 0.0625, BF16, GPU)
@@ -356,6 +377,8 @@ ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
         NHD,
         16,
     ),
+    "head 128, rule": (replace(_KIND, rule=_RULE), NHD, 16),
+    "576/512, rule": (replace(_ABSORBED, rule=_RULE), LATENT, 64),
     "192/128, without a cache": (replace(_EXPANDED, dense=True), NHD, 16),
 }
 """Kinds of layers, by what is unusual."""
