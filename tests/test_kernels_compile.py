@@ -54,6 +54,7 @@ from launched_kernels import (
     compute_quantized_experts,
     family,
     gate_outputs,
+    multiply_invariant,
     multiply_quantized,
     run_adapted,
     run_model,
@@ -108,6 +109,8 @@ def launch_every_kernel(
     for dtype in (BF16, FP32):
         sum_over_two_ranks(dtype)
     multiply_quantized((1024, 1024), BF16, (1,))
+    for shape, gated in (((1024, 3072), False), ((6144, 1024), True)):
+        multiply_invariant(shape, gated, BF16, (1, 64, 300))
     compute_quantized_experts(BF16, (1, 300), every=5)
     run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))
     for slots, rank in ((3, 16), (8, 64)):  # behind the weights, and apart

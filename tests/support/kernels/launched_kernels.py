@@ -27,8 +27,10 @@ from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
 from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import spec_of
+from headway.kernels.linear.forms import Operand
 from headway.kernels.linear.gpu_kernels import dequantize, round_rows
 from headway.kernels.linear.quantized import TritonKernel
+from headway.kernels.linear.tile_kernels import InvariantTiles
 from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
 from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
@@ -186,6 +188,14 @@ def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: 
         layer = fused_layer(made, weights, Norm(router[0], 1e-6))
         for count in counts:
             compute_experts(layer, torch.empty(count, hidden, dtype=dtype, device=GPU), every)
+
+
+def multiply_invariant(shape: tuple[int, int], gated: bool, dtype: torch.dtype, rows: Iterable[int]) -> None:
+    """Launch the linear kernel of deterministic mode. shape: of the weight."""
+    weight = torch.empty(shape, dtype=dtype, device=GPU)
+    kernel, around = InvariantTiles(spec_of(weight, dtype, GPU)), {"gated": True, "activation": "silu"} if gated else {}
+    for count in rows:
+        kernel.compute(torch.empty(count, shape[1], dtype=dtype, device=GPU), Operand.of(weight, None), **around)
 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:
