@@ -51,6 +51,7 @@ def tiled_product(
     BLOCK_K: tl.constexpr,
     SEGMENTS: tl.constexpr,  # parts of K with sums of their own
     SPLITS: tl.constexpr,  # programs that share the segments: 1 or SEGMENTS
+    FLAT: tl.constexpr,  # one loop over all segments
     GROUP: tl.constexpr,  # tiles of rows of x whose programs run together, so that they share W in the L2 cache
     STAGES: tl.constexpr,
     SWAPPED: tl.constexpr,
@@ -101,7 +102,7 @@ def tiled_product(
     up = tl.zeros((HEIGHT, WIDTH), tl.float32)
     if SPLITS == SEGMENTS:
         gate, up = _segment(x_at, gate_at, gate, up, split, r < rows, k, N, K, BLOCK_K, SEGMENTS, STAGES, SWAPPED, GATED, DOT)
-    elif HEIGHT * WIDTH <= 4096:
+    elif FLAT:
         # One loop without a pause between segments. Adding 0 changes no bit.
         CHUNKS: tl.constexpr = K // BLOCK_K
         own, own_up = tl.zeros((HEIGHT, WIDTH), tl.float32), tl.zeros((HEIGHT, WIDTH), tl.float32)
@@ -409,6 +410,8 @@ class InvariantTiles(Tiles):
 
 def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) -> FixedLauncher:
     """Return the launcher for a case."""
+    # Triton 3.9 does not compile the flat loop for tensor cores of compute capability 10.
+    flat = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10
     constants = {
         "N": case.out_features,
         "K": case.in_features,
@@ -417,6 +420,7 @@ def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) ->
         "BLOCK_K": tiling.block_k,
         "SEGMENTS": tiling.segments or tiling.splits,
         "SPLITS": tiling.splits,
+        "FLAT": flat and tiling.block_m * tiling.block_n <= _BLOCK_M * _BLOCK_N,
         "GROUP": tiling.group,
         "STAGES": tiling.stages,
         "SWAPPED": tiling.swapped,
