@@ -87,7 +87,7 @@ class AttentionRule:
 
     @property
     def num_heads(self) -> int | None:
-        """Number of query heads that the first `PerHead` parameter is for, or None if there is no such parameter."""
+        """Number of query heads that the first `PerHead` parameter is for, or None without such a parameter."""
         return next((len(value) for field, value in self._fields() if _is_per_head(field)), None)
 
     @cached_property

@@ -10,7 +10,7 @@ more rows of x, and read W from shared memory in the layout in which it was copi
 
 `invariant` gives the same bits for a row of x whatever the number of rows. Its tiles are SWAPPED for any number of rows, so that
 the tensor cores run the same instruction with more or fewer columns. K is divided into SEGMENTS by the shape of the weight alone.
-The products of a segment are added in the order of K, and then the segments in their order, by one program or by several.
+Each segment is summed in the order of K, and then the segments are added in their order, by one program or by several.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def tiled_product(
 def _segment(x_at, gate_at, gate, up, segment, inside, k, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
              SEGMENTS: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, GATED: tl.constexpr,
              DOT: tl.constexpr):  # fmt: skip
-    """Add the products over a segment of K to `gate` and `up`, in the order of K. inside: [BLOCK_M]: False for rows after the
-    last row of x."""
+    """Add the GEMM over a segment of K to `gate` and `up`, in the order of K. inside: [BLOCK_M]: False for rows after the last
+    row of x."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K // SEGMENTS
     for c in tl.range(segment * CHUNKS, (segment + 1) * CHUNKS, num_stages=STAGES):
         gate, up = _chunk(x_at, gate_at, gate, up, c, inside, k, N, K, BLOCK_K, SWAPPED, GATED, DOT)
@@ -164,7 +164,7 @@ def _segment(x_at, gate_at, gate, up, segment, inside, k, N: tl.constexpr, K: tl
 @triton.jit
 def _chunk(x_at, gate_at, gate, up, c, inside, k, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
            GATED: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
-    """Add the products over chunk c of K to `gate` and `up`."""
+    """Add the GEMM over chunk c of K to `gate` and `up`."""
     start = c * BLOCK_K
     if K % BLOCK_K == 0:
         x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
