@@ -48,7 +48,7 @@ class SelfAttention:
             v_norm = Norm(torch.ones(dim, dtype=weights.dtype, device=weights.device), config.norm_eps)
         self.heads = Heads(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, v_norm)
         scale = config.residual_scale * config.multipliers.attention
-        self._difference = Difference(config, place, tensors) if config.differential else None
+        self._difference = HeadDifference(config, place, tensors) if config.differential else None
         out = heads.piece(0, 2) * (2 * dim) if config.differential else heads * dim
         self.out_proj = tensors.linear({names.o: hidden}, out, config.o_bias, scale=scale)
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
@@ -94,7 +94,7 @@ class SelfAttention:
         return ops.add_norm(x, ops.product(mixed, self.out_proj), self.post_norm)
 
 
-class Difference:
+class HeadDifference:
     """Differential attention around a backend's attention (`DecoderConfig.differential`)."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensors: LayerTensors) -> None:
