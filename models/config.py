@@ -109,6 +109,8 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
+    lambdas: str = "self_attn.lambda_{}"
+    """Vectors of differential attention; `{}` is q1, k1, q2 or k2."""
     o: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it is added to the residual stream."""
@@ -275,6 +277,9 @@ class DecoderConfig:
     """Soft cap of the attention scores (Gemma 2)."""
     sinks: bool = False
     """True if each layer has one sink logit per head in the softmax (gpt-oss)."""
+    differential: bool = False
+    """True if attention subtracts the outputs of two heads, h and h + num_heads / 2 (Ye et al. 2024, arXiv 2410.05258). The value
+    of the KV heads j and j + num_kv_heads / 2 is v of both."""
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     state: StateConfig | None = None
@@ -342,6 +347,7 @@ def cached_spec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        v_head_dim=config.head_dim * (2 if config.differential else 1),
         scale=config.scale,
         dtype=dtype,
         device=device,

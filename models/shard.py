@@ -6,7 +6,7 @@ linear layer of a part is sharded by columns, with one all-reduce per part. The 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -36,13 +36,17 @@ class ModelShard:
 
     @cached_property
     def heads(self) -> Axis:
-        """Axis of the query heads."""
-        return self._division.even(self._config.num_heads)
+        """Axis of the query heads. With differential attention, the rank holds both heads of its pairs."""
+        return self._halves(self._division.even, self._config.num_heads)
 
     @cached_property
     def kv_heads(self) -> Axis:
         """Axis of the KV heads; with more ranks than KV heads, several ranks store the same head."""
-        return self._division.repeated(self._config.num_kv_heads)
+        return self._halves(self._division.repeated, self._config.num_kv_heads)
+
+    def _halves(self, divide: Callable[[int], Axis], count: int) -> Axis:
+        """Return the shard of `count` heads. With differential attention, the rank holds the same part of both halves."""
+        return divide(count // 2) + divide(count // 2) if self._config.differential else divide(count)
 
     @cached_property
     def inner(self) -> Axis:
@@ -202,9 +206,11 @@ def _needs(config: DecoderConfig, size: int, by_expert: bool) -> Iterator[str]:
     even: dict[str, set[int]] = {}
     either: dict[str, set[int]] = {}
     if any(layer.attention for layer in config.layers):
-        even["attention heads"] = {config.num_heads}
+        size_of, of = (2, "pairs of ") if config.differential else (1, "")
+        even[f"{of}attention heads"] = {config.num_heads // size_of}
         if config.latent is None:
-            either["key-value heads"] = {config.of_layer(layer).num_kv_heads for layer in config.layers if layer.attention}
+            kv_heads = {config.of_layer(layer).num_kv_heads for layer in config.layers if layer.attention}
+            either[f"{of}key-value heads"] = {count // size_of for count in kv_heads}
     if any(layer.mlp == "dense" for layer in config.layers):
         even["columns of the MLP"] = {config.of_layer(layer).intermediate_size for layer in config.layers if layer.mlp == "dense"}
     if (state := config.state) is not None:

@@ -13,9 +13,9 @@ from headway.models.families.families import TEXT_PARTS
 from headway.models.families.plain_config import DEFAULTS
 
 KINDS = (
-    *("deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt2", "gpt_oss", "granite"),
-    *("llama", "minimax", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
-    *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2"),
+    *("deepseek_v2", "deepseek_v3", "diffllama", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt2"),
+    *("gpt_oss", "granite", "llama", "minimax", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3", "starcoder2"),
 )
 _LAYERS = 12  # a multiple of the period of every kind's layers
 _OLD: dict[str, tuple[Any, str]] = {

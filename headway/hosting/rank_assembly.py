@@ -160,6 +160,9 @@ def layers_of(loaded: LoadedModel, args: EngineArgs, registry: Registry, ranks: 
     }
     files = not args.require_passport  # a passport does not cover a rule's file
     rules |= {key: registry.attention_rule(given, files) for key, given in args.attention_rules.items()}
+    if rules and ranks.size > 1 and getattr(config, "differential", False):
+        need = "1 for attention rules with differential attention, because a rank's heads do not follow one another"
+        raise ConfigError("tensor_parallel_size", need, ranks.size)
     longest = args.max_model_len or decoder.max_position_embeddings
     return layers.with_rules(rules, [number for number, caches in enumerate(caching) if caches], longest, ranks)
 

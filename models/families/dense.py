@@ -135,6 +135,14 @@ def olmo2(config: Any) -> dict[str, Any]:
     return {**biases(config), "qk_norm": "whole"}
 
 
+def diffllama(config: Any) -> dict[str, Any]:
+    """Return DiffLlama's options: differential attention, whose heads are paired."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if kv_heads % 2:
+        raise ModelError(f"num_key_value_heads: needs an even number for differential attention, got {kv_heads}")
+    return {**biases(config), "mlp_bias": False, "differential": True}
+
+
 def granite(config: Any) -> dict[str, Any]:
     """Return Granite's options: Llama's, plus factors for scores, embeddings, residuals and logits."""
     return {

@@ -41,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family("BambaForCausalLM", mamba.bamba, mamba.BAMBA_NAMES, windowed=False, partial_rotary=True),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", experts.deepseek, windowed=False),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", experts.deepseek, windowed=False),
+    "diffllama": Family("DiffLlamaForCausalLM", dense.diffllama, windowed=False),
     "falcon_h1": Family("FalconH1ForCausalLM", mamba.falcon_h1, mamba.FALCON_H1_NAMES, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),

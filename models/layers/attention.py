@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -47,7 +48,9 @@ class SelfAttention:
             v_norm = Norm(torch.ones(dim, dtype=weights.dtype, device=weights.device), config.norm_eps)
         self.heads = Heads(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, v_norm)
         scale = config.residual_scale * config.multipliers.attention
-        self.out_proj = tensors.linear({names.o: hidden}, heads * dim, config.o_bias, scale=scale)
+        self._difference = HeadDifference(config, place, tensors) if config.differential else None
+        out = heads.piece(0, 2) * (2 * dim) if config.differential else heads * dim
+        self.out_proj = tensors.linear({names.o: hidden}, out, config.o_bias, scale=scale)
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
         self.gate = Gate("sigmoid") if config.output_gate else None
         self._can_absorb = layer.rope is not None and not self.heads.whole_norm
@@ -77,6 +80,8 @@ class SelfAttention:
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """Return the input of the output projection, as `StatePart.mix` does."""
         q, k, v = ops.norm_qkv(x, self.norm, self.qkv_proj, self.heads, rope)
+        if self._difference is not None:
+            return self._difference(attention(self._place, q, k, self._difference.values(v)), ops)
         if self.gate is None:
             return attention(self._place, q, k, v).flatten(1)
         v, by = v.tensor_split([self.heads.num_kv_heads], dim=1)
@@ -87,6 +92,28 @@ class SelfAttention:
         if self.post_norm is None:
             return ops.add_product(x, mixed, self.out_proj)
         return ops.add_norm(x, ops.product(mixed, self.out_proj), self.post_norm)
+
+
+class HeadDifference:
+    """Differential attention around a backend's attention (`DecoderConfig.differential`)."""
+
+    def __init__(self, config: DecoderConfig, layer: int, tensors: LayerTensors) -> None:
+        """layer: index of the layer in the model."""
+        names = [config.names.lambdas.format(each) for each in ("q1", "k1", "q2", "k2")]
+        q1, k1, q2, k2 = (tensors.take_float(name, config.head_dim) for name in names)
+        initial = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        self._factor = (q1 @ k1).exp() - (q2 @ k2).exp() + initial
+        self._norm = Norm(torch.full((2 * config.head_dim,), 1 - initial, device=q1.device), config.norm_eps)
+
+    def values(self, v: Tensor) -> Tensor:
+        """Return the value of each KV head, [num_tokens, num_kv_heads, 2 head_dim]. v: [num_tokens, num_kv_heads, head_dim]."""
+        return torch.cat(v.chunk(2, dim=1), dim=-1).repeat(1, 2, 1)
+
+    def __call__(self, attended: Tensor, ops: Operations) -> Tensor:
+        """Return the normed differences, [num_tokens, num_heads head_dim]. attended: [num_tokens, num_heads, 2 head_dim]."""
+        first, second = attended.chunk(2, dim=1)
+        difference = first - self._factor * second
+        return ops.norm(difference.flatten(0, 1), self._norm).view_as(difference).flatten(1)
 
 
 def _order(config: DecoderConfig, rotary_dim: int) -> list[int] | None:

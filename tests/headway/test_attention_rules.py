@@ -24,6 +24,7 @@ from headway.contract import AttentionRule, AttentionSpec, ConfigError, PerHead,
 from headway.registry import create_registry, hookimpl
 from headway.testing.kit.kit import kernels_for, make_kit, run_cell
 from headway.tuning.table.schema import SpecRecord
+from plain_models import ROWS
 from rules import DocumentTable, every_rule
 from tiny_transformers import HEADS, SIZES
 
@@ -66,17 +67,46 @@ FORMULAS: dict[str, Formula] = {  # scores [heads, n, n], positions of queries a
 }
 
 
-def blocks_seen(q: Tensor, k: Tensor) -> Tensor:
-    """The mask of TopBlocks: q [4, n, dim], k [2, n, dim]."""
+def best_of_group(queries: Tensor, means: list[Tensor]) -> list[list[int]]:
+    """The choice of TopBlocks for the two query heads of a kv head."""
+    scores = [float((queries[0] + queries[1]) @ mean) for mean in means]
+    return [sorted(range(len(means)), key=lambda block: -scores[block])[:2]] * 2
+
+
+def selected(queries: Tensor, means: list[Tensor]) -> list[list[int]]:
+    """The choice of NSA's selection branch, with a compressed key for each complete block before the query's."""
+    importance = [0.0] * len(means)
+    for query in queries:
+        weights = [math.exp(float(query @ mean) / math.sqrt(len(query))) for mean in means]
+        importance = [before + weight / sum(weights) for before, weight in zip(importance, weights, strict=True)]
+    always = {0, len(means) - 1} if means else set()
+    others = sorted(set(range(len(means))) - always, key=lambda block: -importance[block])
+    return [[*always, *others[: 4 - len(always)]]] * 2
+
+
+def routed(queries: Tensor, means: list[Tensor]) -> list[list[int]]:
+    """The gate of MoBA: each query head chooses three blocks by their mean keys, and its own block has an infinite score."""
+    chosen = []
+    for query in queries:
+        scores = [*(float(query @ mean) for mean in means), math.inf]
+        chosen.append(sorted(range(len(scores)), key=lambda block: -scores[block])[:3])
+    return chosen
+
+
+SPARSE = {"TopBlocks": (16, best_of_group), "NSABlocks": (8, selected), "MoBA": (8, routed)}
+
+
+def blocks_seen(name: str, q: Tensor, k: Tensor) -> Tensor:
+    """The mask of a rule with blocks, query by query: q [4, n, dim], k [2, n, dim]."""
     seen = torch.zeros(4, q.shape[1], q.shape[1], dtype=torch.bool)
-    for head in range(4):
+    size, choose = SPARSE[name]
+    for kv_head in range(2):
+        means = [each.mean(0) for each in k[kv_head].split(size)]
         for row in range(q.shape[1]):
-            own = row // 16
-            query = (q[head // 2 * 2, row] + q[head // 2 * 2 + 1, row]) / 2
-            scores = [float(query @ k[head // 2, 16 * block : 16 * block + 16].mean(0)) for block in range(own)]
-            best = sorted(range(own), key=lambda block: -scores[block])[:2]
-            for block in (*best, own):
-                seen[head, row, 16 * block : 16 * block + 16] = True
+            own = row // size
+            for head, chosen in enumerate(choose(q[2 * kv_head : 2 * kv_head + 2, row], means[:own]), 2 * kv_head):
+                for block in (*chosen, own):
+                    seen[head, row, size * block : size * block + size] = True
     return seen
 
 
@@ -90,8 +120,8 @@ def dense(name: str) -> Callable[..., tuple[Tensor, None]]:
         rows, keys, heads = torch.arange(n)[:, None], torch.arange(n), torch.arange(4)[:, None, None]
         scores = q[0] @ k[0].repeat_interleave(2, 0).transpose(1, 2) * scaling
         mask = gate = None
-        if name == "TopBlocks":
-            mask = blocks_seen(q[0], k[0])
+        if name in SPARSE:
+            mask = blocks_seen(name, q[0], k[0])
         elif name:
             changed, mask, gate = FORMULAS[name](scores, rows, keys, heads)
             scores = scores if changed is None else changed
@@ -157,10 +187,11 @@ def test_a_rule_equals_its_formula_with_chunks_hits_and_drafts(name: str, model:
     assert llm.engine.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", [each for each in RULES if each != "TopBlocks"])
+@pytest.mark.parametrize("name", RULES)
 def test_a_rule_equals_its_formula_in_one_prompt_and_deterministically(name: str, model: tuple[str, Any]) -> None:
     folder, reference = model
-    held(engine(folder, RULES[name], deterministic=True, deterministic_level="full", max_num_batched_tokens=64), reference, name)
+    options: dict[str, Any] = {} if name in SPARSE else {"deterministic": True, "deterministic_level": "full"}
+    held(engine(folder, RULES[name], max_num_batched_tokens=64, **options), reference, name)
 
 
 def test_layers_with_and_without_windows_have_their_own_rules(tmp_path: Path) -> None:
@@ -192,11 +223,17 @@ def test_another_formula_differs(model: tuple[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["LearnedBias", *(pytest.param(each, marks=pytest.mark.slow) for each in ("HeadWindows", "TopBlocks"))]
+    "name", ["LearnedBias", *(pytest.param(each, marks=pytest.mark.slow) for each in ("HeadWindows", *SPARSE))]
 )
 def test_two_ranks_apply_a_rule_to_their_own_heads(name: str, model: tuple[str, Any]) -> None:
     folder, reference = model
     held(engine(folder, RULES[name], tensor_parallel_size=2, num_threads=2), reference, name)
+
+
+def test_ranks_of_differential_attention_refuse_a_rule(tmp_path: Path) -> None:
+    ROWS["diffllama"].save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: needs 1 for attention rules with differential attention.*got 2"):
+        engine(str(tmp_path), RULES["TanhCap"], tensor_parallel_size=2, load_format="dummy")
 
 
 def test_layers_choose_rules(model: tuple[str, Any]) -> None:

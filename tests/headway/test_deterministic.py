@@ -140,6 +140,7 @@ FULL = {**plain_models.ROWS, **hybrid_models.ROWS}
 OF_EVERY_DAY = ("qwen3", "gpt_oss", "qwen3_next")
 """Models whose layers see all keys, with windows, sinks and experts, and with states."""
 ALSO = ("gemma2", "gemma4, as E2B", "smollm3", "qwen2_moe", "bamba", "jamba", "lfm2", "falcon_h1", "minimax", "olmo_hybrid")
+ALSO += ("diffllama",)
 
 
 class Batchwise(SDPA):

@@ -185,12 +185,12 @@ def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path, config: 
         torch.testing.assert_close(logits_of_text(model, text), reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma4, as 31B", "gemma4, as E2B"])
-def test_gemma_4_runs_in_pieces_of_graphs(tmp_path: Path, registry: Registry, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["diffllama", "gemma4, as 31B", "gemma4, as E2B"])
+def test_a_model_runs_in_pieces_of_graphs(tmp_path: Path, registry: Registry, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that several layers share are those of the replayed step, not of the recording. The recorder hears torch's operations
     only."""
 
-    def plain(inv_freq: Tensor, factors: Tensor, kernels: Any, experts: Any, halves: Any) -> TorchOperations:
+    def plain(inv_freq: Tensor, factors: Tensor, kernels: Any, experts: Any, halves: Any, _: bool) -> TorchOperations:
         return TorchOperations(inv_freq, factors, experts, halves)
 
     monkeypatch.setattr(decoder, "operations_for", plain)

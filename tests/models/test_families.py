@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    DiffLlamaConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
@@ -97,6 +98,7 @@ def changed(config: PretrainedConfig, **values: Any) -> PretrainedConfig:
             Gemma4TextConfig(vocab_size_per_layer_input=90),
             "vocab_size_per_layer_input: needs a whole number of at least 262144, got 90",
         ),
+        (DiffLlamaConfig(num_key_value_heads=1), "num_key_value_heads: needs an even number for differential attention, got 1"),
         (changed(LlamaConfig(), rms_norm_eps=0.0), "rms_norm_eps: needs a number above 0, got 0.0"),
         (Qwen3MoeConfig(num_experts=4, num_experts_per_tok=8), "num_experts_per_tok: needs .*4.*, got 8"),
         (changed(Qwen3MoeConfig(), decoder_sparse_step=0), "decoder_sparse_step: needs a whole number of at least 1, got 0"),

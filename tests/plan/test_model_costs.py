@@ -45,6 +45,7 @@ ROWS: dict[str, PretrainedConfig] = {
     ),
     "gpt_oss": GptOssConfig(**SIZES, head_dim=32, num_local_experts=6, num_experts_per_tok=2),
     "deepseek_v3": DeepseekV3Config(**{**SIZES, "num_key_value_heads": 4}, **LATENT),
+    "diffllama": plain_models.ROWS["diffllama"],
     "gemma4": plain_models.ROWS["gemma4, as E2B"],
     **hybrid_models.ROWS,
 }

@@ -17,6 +17,12 @@ def far(q_pos: Tensor, k_pos: Tensor) -> Tensor:
     return q_pos - k_pos
 
 
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Return True for the `count` blocks with the highest scores, for rules that share it."""
+    best = scores.topk(min(count, scores.shape[-1])).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+
+
 class Documents(AttentionRule):
     """Documents of equal length do not see each other."""
 
@@ -109,9 +115,31 @@ class TopBlocks(AttentionRule):
 
     def blocks(self, q: Tensor, summaries: Tensor, q_pos: Tensor, params: Any) -> Tensor:
         grouped = q.unflatten(1, (summaries.shape[1], -1)).mean(2)
-        scores = torch.einsum("qhd,bhd->qhb", grouped, summaries)
-        best = scores.topk(min(2, scores.shape[-1])).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        return highest(torch.einsum("qhd,bhd->qhb", grouped, summaries), 2)
+
+
+class NSABlocks(AttentionRule):
+    """The selected blocks of Native Sparse Attention (Yuan et al. 2025): the first, the last two, and the most important."""
+
+    block_keys = 8
+    top: int = 5
+
+    def blocks(self, q: Tensor, summaries: Tensor, q_pos: Tensor, params: Any) -> Tensor:
+        grouped = q.unflatten(1, (summaries.shape[1], -1)) * q.shape[-1] ** -0.5
+        importance = torch.einsum("qhgd,bhd->qhgb", grouped, summaries).softmax(-1).sum(2)
+        importance[..., [0, -1]] = torch.inf
+        return highest(importance, params.top - 1)
+
+
+class MoBA(AttentionRule):
+    """Mixture of Block Attention (Lu et al. 2025): the query's block and those with the best mean keys, for each query head."""
+
+    block_keys = 8
+    top: int = 3
+
+    def blocks(self, q: Tensor, summaries: Tensor, q_pos: Tensor, params: Any) -> Tensor:
+        grouped = q.unflatten(1, (summaries.shape[1], -1))
+        return highest(torch.einsum("qhgd,bhd->qhgb", grouped, summaries).flatten(1, 2), params.top - 1)
 
 
 class KeyDecay(AttentionRule):
@@ -158,6 +186,7 @@ def every_rule() -> dict[str, AttentionRule]:
     rules = [
         *(Documents(), DocumentTable(torch.arange(128) ** 2 // 700), PrefixLM(), Dilated(), RandomKeys()),
         *(CappedAlibi((0.5, 0.25, 0.1, 0.0)), TanhCap(), LearnedBias(torch.randn(4, 40, generator=random))),
-        *(HeadWindows((1, 7, 30, 100)), TopBlocks(), KeyDecay(), LogDecay(), StreamingSinks(), OddKeys(), LogLength()),
+        *(HeadWindows((1, 7, 30, 100)), TopBlocks(), NSABlocks(), MoBA()),
+        *(KeyDecay(), LogDecay(), StreamingSinks(), OddKeys(), LogLength()),
     ]
     return {rule.name: rule for rule in rules}

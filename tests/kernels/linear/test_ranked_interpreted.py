@@ -22,9 +22,10 @@ from thread_ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 ROWS = {**plain_models.ROWS, **hybrid_models.ROWS}
+FUSED = ("deepseek_v3", "diffllama", "falcon_h1", "gemma4, as 31B", "gemma4, as E2B", "gpt2", "gpt_oss", "olmo2")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "gemma4, as 31B", "gemma4, as E2B", "gpt2", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("name", FUSED)
 def test_logits_equal_those_of_the_plain_path(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random(ROWS[name], tmp_path)
     (expected,) = on_ranks(1, lambda ranks: logits_of(tmp_path, ranks))

@@ -20,6 +20,7 @@ from transformers_release import needs
 peft = pytest.importorskip("peft", reason="needs peft, which the extra dev brings")
 
 TARGETS: dict[str, Sequence[str]] = {
+    "diffllama": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "gemma2": ("q_proj", "o_proj", "gate_proj", "down_proj"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
     "granite": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

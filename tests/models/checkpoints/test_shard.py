@@ -42,6 +42,7 @@ ROWS: dict[str, PretrainedConfig] = {
 }
 EVERY_DAY = {
     "deepseek_v3": "latent attention, queries of low rank, groups of experts, shared ones",
+    "diffllama": "pairs of heads",
     "gpt2": "transposed and merged weights, learned positions, biases everywhere",
     "gpt_oss": "sinks, biases of experts, gate and up in turn",
     "olmo2": "norms of all heads as one",
@@ -206,6 +207,7 @@ REFUSED = [
     ("mixtral", {"intermediate_size": 42}, 4, r"the experts' inner size 42 or of their number 6, got 4"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 58}, 4, r"needs a divisor of the shared experts' inner size 58, got 4"),
     ("bamba", {"mamba_n_groups": 8, "num_key_value_heads": 4}, 8, r"a divisor of the 4 attention heads, got 8"),
+    ("diffllama", {}, 8, r"needs a divisor of the 4 pairs of attention heads, got 8 \(nearest that works: 4\)"),
     ("jamba", {}, 5, r"a divisor of the 96 heads of the state"),
     ("lfm2", {}, 5, r"a divisor of the 48 channels of the convolution"),
     ("deepseek_v3", {}, 3, r"needs a divisor of the 4 attention heads, a divisor of the 80 columns of the MLP"),
@@ -240,6 +242,7 @@ OFTEN = {
         "gpt2",
         "gpt_oss",
         "phi3",
+        "diffllama",
         "olmo2",
         "deepseek_v3",
         "falcon_h1",

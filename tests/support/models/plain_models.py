@@ -67,6 +67,9 @@ ROWS: dict[str, transformers.PretrainedConfig] = {
     "deepseek_v3, halves turn": transformers.DeepseekV3Config(
         **{**LATENT, "first_k_dense_replace": 3}, q_lora_rank=None, rope_interleave=False, rope_parameters=SHARPENED
     ),
+    "diffllama": transformers.DiffLlamaConfig(
+        **{**SMALL, "num_attention_heads": 8, "num_key_value_heads": 4}, head_dim=16, attention_bias=True, lambda_std_dev=0.5
+    ),
     "gemma": transformers.GemmaConfig(**SMALL, head_dim=16),
     "gemma2": transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
