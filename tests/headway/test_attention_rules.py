@@ -408,8 +408,8 @@ def test_the_kit_holds_a_backend_to_a_rule(name: str, tmp_path: Path) -> None:
     assert "failed" in found[str(file)][1:]
 
 
-def test_the_kit_finds_the_backends_that_claim_a_rule_and_triton_refuses_it(headway: Any) -> None:
-    assert kernels_for("tests/support/rules.py:TanhCap", "", "cpu") == ["sdpa", "sdpa.math"]
+def test_the_kit_finds_the_backends_that_claim_a_rule_and_others_refuse_it(headway: Any) -> None:
+    assert kernels_for("tests/support/rules.py:TanhCap", "", "cpu") == ["sdpa", "flex", "sdpa.math"]
     shown = headway("backends", "explain", "--attention-rule", "tests/support/rules.py:TanhCap", "--geometry", "8/2/64", "--json")
     assert f"rule=TanhCap@{RULES['TanhCap'].digest} (sdpa computes every attention rule)" in shown.out
 
