@@ -138,7 +138,7 @@ class EngineArgs(EngineConfig):
             given = getattr(self, option)
             self._set(option, words.get(given, given) if isinstance(given, str) else given)
         self._set("logits_processors", tuple(self.logits_processors))
-        if not isinstance(self.attention_rules, Mapping):
+        if not isinstance(self.attention_rules, Mapping) or not all(isinstance(key, str) for key in self.attention_rules):
             raise ConfigError("attention_rules", 'a mapping such as {"all": MyRule()}', shown(self.attention_rules))
         if any(isinstance(each, type) for each in self.attention_rules.values()):  # other processes get instances
             from headway.registry.registry import builtin_registry

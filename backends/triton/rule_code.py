@@ -396,6 +396,8 @@ class _Recorder(TorchDispatchMode):
         """Return a new variable: an operation's result."""
         depends = frozenset[str]().union(*(value.depends for value in values))
         self.keyed = bool(depends & KEYED)
+        if dtype in (torch.uint8, torch.int8, torch.int16) or (name in ("add", "sub", "rsub") and dtype == torch.bool):
+            raise _Refusal(f"torch.{name} with a result of {dtype} (convert its operands to int64 or float32)")
         if name in ("mul", "lshift", "bitwise_left_shift", "pow") and dtype == torch.int64:
             self.writer.needs_wide = True
         text = _OPERATIONS[name](_Call(self, name, values, dtype, args, kwargs))
@@ -509,12 +511,6 @@ def _clamped(call: _Call) -> str:
     return text
 
 
-def _converted(call: _Call) -> str:
-    if call.dtype in (torch.int8, torch.uint8, torch.int16):
-        _refuse(f"to({call.dtype})")
-    return call.text(0)
-
-
 def _refuse(what: str) -> str:
     raise _Refusal(f"torch.{what}")
 
@@ -580,7 +576,7 @@ _OPERATIONS: dict[str, Callable[[_Call], str]] = {
     "logical_not": lambda call: f"{call.text(0, torch.bool)} == 0",
     "where": _chosen,
     "masked_fill": lambda call: f"tl.where({call.text(1, torch.bool)}, {call.text(2)}, {call.text(0)})",
-    "to_copy": _converted,
+    "to_copy": lambda call: call.text(0),
 }
 """Operations that Triton inlines: how each is written."""
 _SAME = ("alias", "detach", "clone", "lift_fresh", "lift_fresh_copy")  # Operations that return their operand

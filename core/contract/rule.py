@@ -51,7 +51,16 @@ class AttentionRule:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = cls.__dict__.get("name") or cls.__name__
+        lists = [name for name in vars(cls).get("__annotations__", {}) if isinstance(vars(cls).get(name), list)]
+        if lists:
+            raise ConfigError(f"attention rule {cls.name}", f"a tuple or a tensor as default of {lists[0]}", "a list")
         dataclass(frozen=True, eq=False, repr=False)(cls)
+
+    def __post_init__(self) -> None:
+        """Copy tensors, so that later changes of the caller's have no effect."""
+        for field, value in self._fields():
+            if isinstance(value, Tensor):
+                object.__setattr__(self, field.name, value.detach().clone())
 
     def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
         """Return the changed score. score: float32 q.k * scale."""
@@ -221,7 +230,7 @@ def rule_of(given: AttentionRule | type[AttentionRule], parameters: Mapping[str,
         assert made.digest  # of the source as it was loaded, before the file changes
         return made
     except TypeError as error:
-        need, hint = "values for its parameters", f"pass {given.name}(...), or give the fields defaults"
+        need, hint = "values for its parameters", f"give the fields defaults, or pass {given.name}(...) in Python"
         raise ConfigError(f"attention rule {given.name}", need, str(error).partition("() ")[2] or str(error), hint) from error
 
 
@@ -322,6 +331,8 @@ _PLACES = (
     1 << 19,
 )
 """Positions at which a rule is checked: at the edges of blocks and tiles, and far ones."""
+_NEAR = 8192
+"""Number of positions from 0 at which one result after the other must be a number."""
 _TOLERANCE = 1e-4
 """Relative difference of two calls that counts as rounding: torch rounds differently in vectors and single elements."""
 
@@ -335,8 +346,12 @@ def check_rule(rule: AttentionRule, num_heads: int, num_kv_heads: int, head_dim:
         another result in another call. The message names the rule, the function, the position and the value.
     """
     checked = _CheckedRule(rule, num_heads)
-    if not 0 <= rule.ahead <= longest or (rule.ahead and rule.causal):
-        raise checked.error("", f"ahead of at most {longest}, and causal = False with it", f"ahead={rule.ahead}")
+    if not rule.parts:
+        own = ", ".join(name for name in vars(type(rule)) if not name.startswith("_") and name != "name") or "none"
+        raise checked.error("", f"a function out of {', '.join(PARTS)}", own)
+    if not 0 <= rule.ahead <= longest or bool(rule.ahead) == rule.causal:
+        need = f"ahead of 1 to {longest} with causal = False, or neither"
+        raise checked.error("", need, f"ahead={rule.ahead}, causal={rule.causal}")
     for field, value in rule._fields():
         if _is_per_head(field) and len(value) != num_heads:
             raise checked.error(field.name, f"one number for each of {num_heads} heads", f"{len(value)} of them")
@@ -376,12 +391,21 @@ class _CheckedRule:
             alone = self._call(part, kind, scores[one], places[one[1], None], places[keys], heads[one[0]])
             need = "the same for a query alone, without other queries, heads and later keys"
             self._compare(part, need, found[one], alone, places, row, head)
-        seen = torch.ones(count, count, dtype=torch.bool).tril()
-        bad = (found.isnan() | (found == torch.inf)) & seen if part != "mask" else torch.zeros_like(found)
+        self._check_numbers(part, found, places[:, None], places)
+        near = torch.arange(min(int(places[-1]) + 1, _NEAR))
+        for q_pos, k_pos in ((near[-1:, None], near), (near[:, None], near[:, None])):  # the last query, and each query's own key
+            scores = torch.zeros(self._heads, len(q_pos), k_pos.shape[-1])
+            self._check_numbers(part, self._call(part, kind, scores, q_pos, k_pos, heads), q_pos, k_pos)
+
+    def _check_numbers(self, part: str, found: Tensor, q_pos: Tensor, k_pos: Tensor) -> None:
+        """Check that results are numbers. A score may be -inf, as a mask's result."""
+        bad = found.isnan() | ((found == torch.inf) if part == "score" else found.isinf())
+        bad = bad & (k_pos <= q_pos)
         if bad.any():
             head, row, key = bad.nonzero()[0].tolist()
-            got = f"{found[head, row, key]:g} at {self._place(places, head, row, key)}"
-            raise self.error(part, "a number, or -inf for a key that is not seen", got)
+            need = "a number, or -inf for a key that is not seen" if part == "score" else "a number"
+            at = f"q_pos={q_pos[row, 0]}, k_pos={k_pos.expand(found.shape[1:])[row, key]}, head={head}"
+            raise self.error(part, need, f"{found[head, row, key]:g} at {at}")
 
     def _call(self, part: str, kind: torch.dtype, scores: Tensor, q_pos: Tensor, k_pos: Tensor, heads: Tensor) -> Tensor:
         """Return the result of a function in the shape of the scores."""
@@ -398,7 +422,7 @@ class _CheckedRule:
                     self._call(part, kind, one, q_pos[row : row + 1], k_pos[row : row + 1, key : key + 1], heads[head : head + 1])
             at = f"q_pos={q_pos.max()}, k_pos={k_pos.max()}, head={heads.max()}"
             got = f"{type(error).__name__} at {at}: {' '.join(str(error).split())}"
-            hint = "max_len states the number of positions that a rule has" if isinstance(error, IndexError) else ""
+            hint = "max_len states the number of positions that a rule has" if "out of bounds" in str(error) else ""
             raise self.error(part, "no exception", got, hint) from error
         if not isinstance(found, Tensor) or found.dtype != kind:
             got = str(found.dtype) if isinstance(found, Tensor) else f"a {type(found).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from headway.core.contract.state import StateSpec
 from headway.core.select.costs import Shape
 from headway.core.system.text import shown
 
+log = logging.getLogger("headway")
 AUTO = "auto"
 """Value of a backend option that lets the selector choose."""
 
@@ -304,7 +306,8 @@ class LayerSpecs:
         chosen = list[AttentionRule | None]([None] * len(self.cached))
         for key in sorted(rules, key=lambda key: 0 if key == "all" else 2 if key.startswith("layers.") else 1):
             places = [place for place, spec in enumerate(self.cached) if _names_layer(key, spec, numbers[place])]
-            if not places:
+            last = re.fullmatch(r"layers\.(?:\d+-)?(\d+)", key)
+            if not places or (last and int(last[1]) > max(numbers)):
                 need = f"all, layers.N or layers.N-M of {len(numbers)} attention layers, or a kind: {', '.join(self.kinds)}"
                 raise ConfigError("attention_rules", need, repr(key))
             for place in places:
@@ -334,6 +337,7 @@ class LayerSpecs:
         if longest > rule.max_len:
             hint = f"--max-model-len {rule.max_len}"
             raise ConfigError("max_model_len", f"at most {rule.max_len}, the max_len of {who}", longest, hint)
+        log.info("%s: calling its functions", who)
         check_rule(rule, heads, spec.num_kv_heads * ranks.size, spec.head_dim, longest)
         return replace(spec, rule=rule if ranks.size == 1 else rule.for_heads(spec.num_heads * ranks.rank, spec.num_heads))
 

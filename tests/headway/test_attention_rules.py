@@ -300,7 +300,18 @@ BAD: dict[str, tuple[AttentionRule, str]] = {
     "table": (bad("score", lambda s, q, k, h, p: s + torch.ones(50)[q - k]), "IndexError at q_pos=63, k_pos=0, .*max_len states"),
     "arguments": (bad("score", lambda s, q, k, h, p: s.mul_(2)), "score: needs arguments left as they are, got changed"),
     "no parameter": (bad("score", lambda s, q, k, h, p: s * p.rate), "AttributeError at q_pos=0, k_pos=0, head=0: .*rate"),
-    "ahead": (bad("mask", lambda q, k, h, p: k >= 0, ahead=9), "needs ahead of at most 128, and causal = False .*, got ahead=9"),
+    "infinite score": (
+        bad("score", lambda s, q, k, h, p: torch.where(k == 5, torch.inf, s)),
+        "needs a number.*, got inf at q_pos=.*, k_pos=5, head=0",
+    ),
+    "infinite gate": (
+        bad("gate", lambda q, k, h, p: 1.0 / (k - 77)),
+        "gate: needs a number, got -?inf at q_pos=127, k_pos=77, head=0",
+    ),
+    "nan at one position": (bad("score", lambda s, q, k, h, p: torch.where(q == 77, torch.nan, s)), "nan at q_pos=77, k_pos=77"),
+    "no function": (bad("scores", lambda s, q, k, h, p: s), "needs a function out of score, mask, gate, blocks, got scores"),
+    "later keys without ahead": (bad("mask", lambda q, k, h, p: k < 20, causal=False), "or neither, got ahead=0, causal=False"),
+    "ahead": (bad("mask", lambda q, k, h, p: k >= 0, ahead=9), "needs ahead of 1 to 128 with causal = False, .*, got ahead=9"),
     "blocks": (bad("blocks", lambda q, b, t, p: torch.ones(8, 3, 5) > 0), r"blocks: needs torch.bool \[8, 4, 5\]"),
     "other queries": (
         bad("blocks", lambda q, b, t, p: (q > q.mean(0))[:, :, :1].expand(-1, -1, len(b))),
@@ -319,6 +330,25 @@ def test_a_bad_rule_is_refused_in_one_line(fault: str) -> None:
     with pytest.raises(ConfigError, match=expected) as raised:
         check_rule(rule, 4, 2, 16, 128)
     assert "\n" not in str(raised.value)
+
+
+def test_a_rule_keeps_its_own_copy_of_a_table() -> None:
+    table = torch.zeros(2, 64)
+    rule = replace(RULES["LearnedBias"], table=table)
+    digest = rule.digest
+    table[0, 1] = 9
+    assert not rule.table.any()
+    assert replace(rule).digest == digest
+
+
+def test_a_list_as_default_and_layers_that_do_not_exist_are_refused(model: tuple[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="rule Bad: needs a tuple or a tensor as default of rate, got a list"):
+        type("Bad", (AttentionRule,), {"__annotations__": {"rate": PerHead}, "rate": [1.0]})
+    for key in ("layers.1-2", "layers.2"):
+        with pytest.raises(ConfigError, match="layers.N or layers.N-M of 2 attention layers"):
+            LLM(model[0], skip_tokenizer_init=True, attention_rules={key: RULES["TanhCap"]})
+    with pytest.raises(ConfigError, match="attention_rules: needs a mapping such as"):
+        LLM(model[0], skip_tokenizer_init=True, attention_rules={0: RULES["TanhCap"]})  # type: ignore[dict-item]
 
 
 def test_a_start_refuses_a_bad_rule_a_short_table_and_a_rule_without_source(model: tuple[str, Any]) -> None:

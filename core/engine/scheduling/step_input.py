@@ -110,7 +110,9 @@ class StepResults:
                 self._scheduler.drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
             new = self._scheduler.append_sampled(seq, tokens[:-1] if fault < 0 else tokens)
             if fault < 0 and not seq.finished:
-                seq.fail(_reason_for(seq, fault, errors.get(index), first_nan))
+                reason = _reason_for(seq, fault, errors.get(index), first_nan)
+                log.warning("request %s ends: %s", seq.request_id, reason)
+                seq.fail(reason)
             if seq.finished:
                 ended.append(seq)
             delta = delta_of(seq, new)

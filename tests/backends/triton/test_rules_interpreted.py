@@ -182,7 +182,22 @@ class Rounded(AttentionRule):
         return params.logits[k_pos].exp()
 
 
+class Narrow(AttentionRule):
+    table: Tensor
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score + (params.table[k_pos % 8] - params.table[q_pos % 8])
+
+
+class TwoBools(AttentionRule):
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score + 1.0 * ((k_pos % 2 == 0) + (k_pos % 3 == 0))
+
+
+_HINT = "(convert its operands to int64 or float32)"
 REFUSED = {
+    Narrow(torch.arange(8, dtype=torch.uint8)): f"torch.sub with a result of torch.uint8 {_HINT} in score",
+    TwoBools(): f"torch.add with a result of torch.bool {_HINT} in score",
     Rounded(torch.ones(9).bfloat16()): "torch.exp with a result of torch.bfloat16 instead of float32 in gate",
     Summed(): "torch.cumsum in mask",
     Branching(): "torch.any in score",
