@@ -76,6 +76,7 @@ def test_a_faster_kernel_is_measured_while_idle_and_taken(model: Path, caplog: p
     assert 0 < stats.tuning_saved_seconds < 1
     assert llm.engine.selection.names[Phase.DECODE] != "sdpa.math"
     assert "auto: took other kernels in" in caplog.text
+    assert f"auto: tune() measured {stats.tuned_points} points and saved the times" in caplog.text
     assert tokens(llm) == before
     stored = read_table(stored_tables()[0])
     assert {cell.source for cell in stored.cells if cell.point in _tried(llm)} == {"measured"}
