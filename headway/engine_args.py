@@ -174,8 +174,12 @@ class EngineArgs(EngineConfig):
             raise ConfigError("tune", " or ".join(TUNE), shown(self.tune))
         if self.tune == "never" and budget:
             raise ConfigError("tune=never", "autotune_budget 0, or none", repr(budget), "leave one of them out")
+        if self.deterministic and budget:
+            raise ConfigError("deterministic", "autotune_budget 0, or none", repr(budget), "leave one of them out")
         if not 0 < self.tune_share <= 1:
             raise ConfigError("tune_share", "a number above 0 and at most 1", repr(self.tune_share))
+        if self.tune in ("start", "never") and self.tune_share != EngineArgs.tune_share:
+            raise ConfigError(f"tune={self.tune}", "no tune_share", self.tune_share, "tune=idle uses it")
         interval = self.log_stats_interval
         if interval is not None and interval <= 0:
             raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
