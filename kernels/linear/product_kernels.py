@@ -374,6 +374,10 @@ class ProductCase:
         }
 
 
+ROTATION = ("cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "arrivals_ptr", "head_eps")
+"""Arguments of Triton's kernels in the order of `RotationArguments`."""
+
+
 class RotationArguments:
     """Arguments of kernels with fused RoPE, and their arrival counters."""
 
@@ -450,7 +454,6 @@ class Gemv(TritonProducts):
         y = add_to if add_to is not None else out if out is not None else x.new_empty(rows, case.out_features)
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
         launch, programs = self._launcher(case, block_m)
-        cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
         launch(
             (programs, 1, 1),
             x_ptr=x,
@@ -459,12 +462,7 @@ class Gemv(TritonProducts):
             bias_ptr=x if weight.bias is None else weight.bias,
             y_ptr=y,
             eps=0.0 if norm is None else norm.eps,
-            cos_ptr=cos,
-            sin_ptr=sin,
-            q_norm_ptr=q_norm,
-            k_norm_ptr=k_norm,
-            arrivals_ptr=arrivals,
-            head_eps=head_eps,
+            **dict[str, Any](zip(ROTATION, self._rotation(rotated, x), strict=True)),
             **({} if rows == 1 else {"rows": rows}),
         )
         return y

@@ -17,7 +17,7 @@ from headway.core.contract.support import Support
 from headway.core.contract.weights import QuantizedWeight, Weight
 from headway.kernels.linear.choice import KERNEL
 from headway.kernels.linear.forms import Operand, WeightBytes, sample_of, tensors_of, weight_bytes
-from headway.kernels.linear.product_kernels import DEVICES, QUANTIZED, ProductCase, RotationArguments, TritonProducts
+from headway.kernels.linear.product_kernels import DEVICES, QUANTIZED, ROTATION, ProductCase, RotationArguments, TritonProducts
 from headway.kernels.linear.quantized_kernels import quantized_product
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
 from headway.kernels.step.config import Activation
@@ -171,7 +171,6 @@ class TritonKernel(TritonProducts):
         x, norm_weight = self._in_order(x, norm, weight)
         codes, scales, zeros = tensors
         sums, splits = self._workspace(grid, tiling, gated)
-        cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
         launch(
             grid,
             x_ptr=x,
@@ -184,12 +183,7 @@ class TritonKernel(TritonProducts):
             partial_ptr=sums,
             splits_ptr=splits,
             eps=0.0 if norm is None else norm.eps,
-            cos_ptr=cos,
-            sin_ptr=sin,
-            q_norm_ptr=q_norm,
-            k_norm_ptr=k_norm,
-            arrivals_ptr=arrivals,
-            head_eps=head_eps,
+            **dict[str, Any](zip(ROTATION, self._rotation(rotated, x), strict=True)),
             rows=rows,
         )
         return y
