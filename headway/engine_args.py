@@ -170,6 +170,12 @@ class EngineArgs(EngineConfig):
             raise ConfigError("num_threads", f"at most {os.cpu_count()}, the machine's cores", repr(threads))
         if budget is not None and budget < 0:
             raise ConfigError("autotune_budget", "a number of seconds of at least 0", repr(budget))
+        self._check_tune(budget)
+        interval = self.log_stats_interval
+        if interval is not None and interval <= 0:
+            raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
+
+    def _check_tune(self, budget: float | None) -> None:
         if self.tune not in (None, *TUNE):
             raise ConfigError("tune", " or ".join(TUNE), shown(self.tune))
         if self.tune == "never" and budget:
@@ -180,9 +186,6 @@ class EngineArgs(EngineConfig):
             raise ConfigError("tune_share", "a number above 0 and at most 1", repr(self.tune_share))
         if self.tune in ("start", "never") and self.tune_share != EngineArgs.tune_share:
             raise ConfigError(f"tune={self.tune}", "no tune_share", self.tune_share, "tune=idle uses it")
-        interval = self.log_stats_interval
-        if interval is not None and interval <= 0:
-            raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
 
     def _check_draft(self) -> None:
         if self.speculative_model is None:
