@@ -325,19 +325,17 @@ def _read(
 
     :raises ConfigError: if none of the tables can be used on this machine for any layer.
     """
-    found, unread, refused = list[tuple[Path, CrossoverTable]](), list[str](), list[str]()
+    found, refused = dict[Path, CrossoverTable](), dict[Path, str]()
     for path in paths:
         try:
-            found.append((path, table := read_table(path, kind=None)))
+            found[path] = table = read_table(path, kind=None)
+            why = misfits(table, device, table.spec, here) if table.kind == kind.name else []
+            refused |= {path: "; ".join(why) or "it has no times"} if why or not table.cells else {}
         except TableError as error:
-            unread.append(str(error))
-            continue
-        why = misfits(table, device, table.spec, here) if table.kind == kind.name else []
-        if why or not table.cells:
-            refused.append(f"{path}: {'; '.join(why) or 'it has no times'}")
-    if paths and len(unread + refused) == len(paths):
-        got = "; ".join(unread + refused)
-        raise ConfigError("crossover_table", "a table that applies to this machine", got, "headway bench crossover measures one")
-    for each in unread:
-        log.warning("crossover table not used: %s", each)
-    return found
+            refused[path] = str(error)
+    if paths and not set(paths) - refused.keys():
+        got = "; ".join(f"{path}: {why}" for path, why in refused.items())
+        raise ConfigError("crossover_table", "a table that applies to this machine", got, "headway bench crossover makes one")
+    for path in refused.keys() - found.keys():
+        log.warning("crossover table not used: %s", refused[path])
+    return list(found.items())

@@ -59,18 +59,16 @@ def replay(
     _print(checked + lost, held)
     lines = _lines(record, first, lost)
     replayed = []
-    for name, (found, other, refusal) in zip(names, others, strict=True):
+    for name, (found, text, _) in zip(names, others, strict=True):
         if found:
             _print(found, held)
-        phases = ", ".join(sorted({each.phase for each in found}))
-        result = f"within tolerance ({phases})" if other is None else _sentence(record, other)
-        replayed.append(f"{name}: {refusal or result}")
+        replayed.append(f"{name}: {text}")
     if not checked and not lost:
         raise ConfigError(str(file), "recorded steps whose sequences were still in the cache", "none", "record after a request")
     lines = [f"recorded: {line}" for line in lines] if names else lines
     print("\n".join([*(lines or ["within tolerance: every recorded output, cached row and state"]), *replayed]))
-    differs = lines or any(other is not None for _, other, _ in others)
-    raise typer.Exit(1 if differs else 2 * any(refusal for _, _, refusal in others))
+    codes = {1 if lines else 0, *(code for _, _, code in others)}
+    raise typer.Exit(1 if 1 in codes else max(codes))
 
 
 def _title(record: Record) -> str:
@@ -128,15 +126,18 @@ def _sentence(record: Record, first: Difference) -> str:
     return f"{where}, row {first.row} (position {first.position}): {first.what}: {error}"
 
 
-def _judged(record: Record, name: str, registry: Registry, options: SideOptions) -> tuple[list[Checked], Difference | None, str]:
-    """Return the largest errors of backends, the first difference, and the reason why they did not run."""
+def _judged(record: Record, name: str, registry: Registry, options: SideOptions) -> tuple[list[Checked], str, int]:
+    """Return the largest errors of backends, their result in a line, and its exit code."""
     from headway.core.contract.errors import HeadwayError
 
     try:
         found, first = record.judge(_run(record, name, registry, options))
     except HeadwayError as refusal:
-        return [], None, " ".join(str(refusal).split())
-    return found, first, "" if found else "not checked: the file has no call of the layers and phases that it is named for"
+        return [], " ".join(str(refusal).split()), 2
+    if not found:
+        return [], "not checked: the file has no call of the layers and phases that it is named for", 2
+    phases = ", ".join(sorted({each.phase for each in found}))
+    return (found, f"within tolerance ({phases})", 0) if first is None else (found, _sentence(record, first), 1)
 
 
 def _run(record: Record, name: str, registry: Registry, options: SideOptions) -> dict[str, Run]:
