@@ -37,15 +37,11 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_examples_in_the_docs_are_the_example_files() -> None:
-    assert EXAMPLE.read_text().rstrip() in (ROOT / "docs" / "contract.md").read_text()
+def test_the_examples_in_the_docs_are_the_example_files_and_short() -> None:
+    assert (text := EXAMPLE.read_text().rstrip()) in (ROOT / "docs" / "contract.md").read_text()
+    assert sum(1 for line in text.splitlines() if line.strip()) <= 40
     layout = ROOT / "examples" / "headway-layout" / "headway_layout.py"
     assert layout.read_text().rstrip() in (ROOT / "docs" / "layouts.md").read_text()
-
-
-def test_the_example_is_short() -> None:
-    lines = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
-    assert len(lines) <= 40
 
 
 @pytest.mark.parametrize("case_name", CASES)
