@@ -115,7 +115,7 @@ class HopperLatentDecode(LatentDecode):
         self._tile = tile
         self._kernel = load(variant_of(spec, tile, block_size), "latent", spec.device, ARCH)
         self._kernel.allow_shared(SHARED_BYTES)
-        self._arguments = Arguments(*[bytes(MAP_BYTES)] * 3, bytes(ARGUMENTS.size))
+        self._arguments = Arguments(*map(bytes, [MAP_BYTES] * 3 + [ARGUMENTS.size]))
         self._launch = cache(partial(_launch, tile.cluster))
 
     def _configs(self, max_query_len: int) -> tuple[DecodeConfig]:

@@ -204,7 +204,7 @@ class NativeOperations(TorchOperations):
             return super().norm_gated_product(x, norm, linear, activation)
         x, norm = self._before(x, norm)
         out = x.new_empty(len(x), packed.out_features // 2)
-        self._run(x, packed, norm, out, out.stride(0), mode=_GATED, activation=_ACTIVATIONS[activation])
+        self._run(x, packed, norm, out, out.stride(0), {"mode": _GATED, "activation": _ACTIVATIONS[activation]})
         return out
 
     def norm_qkv(
@@ -220,14 +220,14 @@ class NativeOperations(TorchOperations):
         tables = {} if rope is None else {"cos": rope[0].data_ptr(), "sin": rope[1].data_ptr()}
         sizes = {"head_dim": dim, "q_heads": heads.num_heads, "heads": rotated}
         norms = {"q_norm": q_factors, "q_norm_least": q_least, "k_norm": k_factors, "k_norm_least": k_least}
-        self._run(x, packed, norm, qkv, packed.out_features, **tables, **sizes, **norms)
+        self._run(x, packed, norm, qkv, packed.out_features, tables | sizes | norms)
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], norm_values(self, qkv[:, rotated:], heads)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         packed = _packed_of(x, linear)
         if packed is None or residual.stride(1) != 1 or residual.dtype != x.dtype:
             return super().add_product(residual, x, linear)
-        self._run(x, packed, None, residual, residual.stride(0), mode=_ADD)
+        self._run(x, packed, None, residual, residual.stride(0), {"mode": _ADD})
         return residual
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
@@ -243,13 +243,14 @@ class NativeOperations(TorchOperations):
         out: Tensor | None = None,
     ) -> Tensor:
         out = x.new_empty(len(x), packed.out_features) if out is None else out
-        self._run(x, packed, norm, out, out.stride(0), mode=_STORE, activation=_ACTIVATIONS[activation])
+        self._run(x, packed, norm, out, out.stride(0), {"mode": _STORE, "activation": _ACTIVATIONS[activation]})
         return out
 
-    def _run(self, x: Tensor, packed: PackedWeight, norm: Norm | None, out: Tensor, ldo: int, **more: float | None) -> None:
+    def _run(self, x: Tensor, packed: PackedWeight, norm: Norm | None, out: Tensor, ldo: int, more: dict[str, Any]) -> None:
         factors, least = _norm(norm)
         given = {"x": x.data_ptr(), "rows": len(x), "ldx": x.stride(0), "norm": factors, "norm_least": least, **more}
-        self.functions.product(ProductStruct(weight=packed.described, out=out.data_ptr(), ldo=ldo, type=TYPES[x.dtype], **given))
+        given |= {"weight": packed.described, "out": out.data_ptr(), "ldo": ldo, "type": TYPES[x.dtype]}
+        self.functions.product(ProductStruct(**given))
 
 
 def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:
