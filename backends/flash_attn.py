@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway.backends.options import Options
-from headway.backends.varlen import VarlenAttention, VarlenStep
-from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.backends.varlen import VARLEN, VarlenAttention, VarlenStep
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.kernels.runtime.probe import HALF_DTYPES, at_least, find, has_gpu
+from headway.kernels.runtime.probe import at_least, find, has_gpu
 
 MODULE = "flash_attn.flash_attn_interface"
 ENTRY = "flash_attn_gpu"
@@ -38,16 +38,7 @@ class FlashAttention2(VarlenAttention):
     """
 
     name = "flash_attn"
-    capabilities = Capabilities(
-        phases=ALL_PHASES,
-        layouts=(NHD,),
-        dtypes=HALF_DTYPES,
-        block_multiple=256,
-        head_dims=tuple(range(8, 257, 8)),
-        features=frozenset({"sliding_window", "softcap", "alibi_slopes"}),
-        dense_prefill=True,
-        non_causal=True,
-    )
+    capabilities = replace(VARLEN, features=frozenset({"sliding_window", "softcap", "alibi_slopes"}))
     # Decode allocates split buffers from the caching allocator, that is from the graph's pool during capture. The number of
     # splits
     # is fixed at capture from the block table's width; lengths are read on the device.

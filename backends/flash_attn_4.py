@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -9,14 +10,13 @@ import torch
 from torch import Tensor
 
 from headway.backends.options import Options
-from headway.backends.varlen import VarlenAttention, VarlenStep
-from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.backends.varlen import VARLEN, VarlenAttention, VarlenStep
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.layout import NHD, CacheLayout
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.kernels.runtime.probe import HALF_DTYPES, capability, find, has_gpu
+from headway.kernels.runtime.probe import capability, find, has_gpu
 
 MODULE = "flash_attn.cute.interface"
 ENTRY = "_flash_attn_fwd"
@@ -42,15 +42,12 @@ class FlashAttention4(VarlenAttention):
     """
 
     name = "flash_attn_4"
-    capabilities = Capabilities(
-        phases=ALL_PHASES,
-        layouts=(NHD,),
-        dtypes=HALF_DTYPES,
+    capabilities = replace(
+        VARLEN,
         block_multiple=TILE,
-        head_dims=tuple(range(8, 257, 8)),
         features=frozenset({"sliding_window", "softcap", "sinks"}),
         shares_plans=True,
-        dense_prefill=True,
+        non_causal=False,
         reads_whole_blocks=True,
     )
     graph_level = GraphLevel.UNIFORM

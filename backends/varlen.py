@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -85,6 +85,16 @@ class VarlenAttention(AttentionBackend):
         self.attend(q, cache.key, cache.value, plan, out)
 
 
+VARLEN = Capabilities(
+    phases=ALL_PHASES,
+    layouts=(NHD,),
+    dtypes=HALF_DTYPES,
+    block_multiple=256,
+    head_dims=tuple(range(8, 257, 8)),
+    dense_prefill=True,
+    non_causal=True,
+)
+"""Claims that backends over FlashAttention's kernels share."""
 MODULE = "torch.nn.attention.varlen"
 PARAMETERS = frozenset({"block_table", "seqused_k", "scale", "window_size", "enable_gqa"})
 HINT = "pip install 'torch>=2.13': the first release whose varlen_attn takes a block_table"
@@ -94,16 +104,7 @@ class TorchVarlen(VarlenAttention):
     """Copy of FlashAttention 2 in PyTorch: prefill, extend and paged split-KV decode. CUDA graphs have not been tested."""
 
     name = "torch_varlen"
-    capabilities = Capabilities(
-        phases=ALL_PHASES,
-        layouts=(NHD,),
-        dtypes=HALF_DTYPES,
-        block_multiple=256,
-        head_dims=tuple(range(8, 257, 8)),
-        features=frozenset({"sliding_window"}),
-        dense_prefill=True,
-        non_causal=True,
-    )
+    capabilities = replace(VARLEN, features=frozenset({"sliding_window"}))
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)

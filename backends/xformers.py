@@ -4,7 +4,7 @@ memory_efficient_attention."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as once
 from importlib import import_module
 from typing import Any, ClassVar
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from headway.backends.options import Options
+from headway.backends.varlen import VARLEN
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason, Support
-from headway.kernels.runtime.probe import HALF_DTYPES, at_least, find, has_gpu
+from headway.kernels.runtime.probe import at_least, find, has_gpu
 
 MODULE = "xformers.ops.fmha"
 SPLIT_K = "triton_splitk"
@@ -62,15 +62,7 @@ class XFormersAttention(AttentionBackend):
     """
 
     name = "xformers"
-    capabilities = Capabilities(
-        phases=ALL_PHASES,
-        layouts=(NHD,),
-        dtypes=HALF_DTYPES,
-        block_multiple=64,
-        head_dims=tuple(range(8, 257, 8)),
-        dense_prefill=True,
-        non_causal=True,
-    )
+    capabilities = replace(VARLEN, block_multiple=64)
     graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {
         "prefill_op": "prefill by cutlass or flash (unset: flash where it works: it was faster in every cell measured)"

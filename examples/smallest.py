@@ -19,9 +19,10 @@ class MyBackend(AttentionBackend):
             at, size = torch.arange(kv_len), plan.block_size
             k, v = (x.transpose(0, 1) for x in cache.gather(plan.block_table[i][at // size] * size + at % size))
             mine = slice(plan.query_start_loc[i], plan.query_start_loc[i + 1])
-            seen = at <= torch.arange(kv_len - query_len, kv_len)[:, None]
+            seen = at <= torch.arange(kv_len - query_len, kv_len)[:, None]  # the causal mask
             done = scaled_dot_product_attention(q[mine].transpose(0, 1), k, v, seen, scale=self.spec.scale, enable_gqa=True)
-            out[mine] = done.transpose(0, 1)
+            if kv_len:  # a padding row sees no key
+                out[mine] = done.transpose(0, 1)
 
     def prefill(self, q, k, v, cache, plan, out):
         self.decode(q, cache, plan, out)

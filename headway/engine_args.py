@@ -170,15 +170,22 @@ class EngineArgs(EngineConfig):
             raise ConfigError("num_threads", f"at most {os.cpu_count()}, the machine's cores", repr(threads))
         if budget is not None and budget < 0:
             raise ConfigError("autotune_budget", "a number of seconds of at least 0", repr(budget))
+        self._check_tune(budget)
+        interval = self.log_stats_interval
+        if interval is not None and interval <= 0:
+            raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
+
+    def _check_tune(self, budget: float | None) -> None:
         if self.tune not in (None, *TUNE):
             raise ConfigError("tune", " or ".join(TUNE), shown(self.tune))
         if self.tune == "never" and budget:
             raise ConfigError("tune=never", "autotune_budget 0, or none", repr(budget), "leave one of them out")
+        if self.deterministic and budget:
+            raise ConfigError("deterministic", "autotune_budget 0, or none", repr(budget), "leave one of them out")
         if not 0 < self.tune_share <= 1:
             raise ConfigError("tune_share", "a number above 0 and at most 1", repr(self.tune_share))
-        interval = self.log_stats_interval
-        if interval is not None and interval <= 0:
-            raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
+        if self.tune in ("start", "never") and self.tune_share != EngineArgs.tune_share:
+            raise ConfigError(f"tune={self.tune}", "no tune_share", self.tune_share, "tune=idle uses it")
 
     def _check_draft(self) -> None:
         if self.speculative_model is None:

@@ -86,8 +86,8 @@ class EngineAccess(ABC):
             raise ConfigError("tune()", "a number of seconds of at least 0", repr(seconds))
         tuner = self.driver.assembly.tuner
         if tuner is None:
-            need = "tune='idle', auto for a phase, and no crossover_table"
-            raise ConfigError("tune()", need, "an engine that was made with other options")
+            need = "tune='idle', and an engine without deterministic and crossover_table that chooses a backend"
+            raise ConfigError("tune()", need, "other options", "LLM(..., tune='idle')")
         with self.driver.lock:
             if self.engine.has_unfinished:
                 raise ConfigError("tune()", "an engine without requests", "unfinished ones", "let them end, or abort them")

@@ -21,6 +21,7 @@ from headway.core.contract.support import Support
 from headway.core.oracle.cases import reference, relative_error, run_backend
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookspecs
+from headway.testing.kit.kit import make_kit, run_cell
 from headway.tuning.autotune import DEFAULT_BUDGET
 from sandbox import run_python
 
@@ -36,15 +37,11 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_examples_in_the_docs_are_the_example_files() -> None:
-    assert EXAMPLE.read_text().rstrip() in (ROOT / "docs" / "contract.md").read_text()
+def test_the_examples_in_the_docs_are_the_example_files_and_short() -> None:
+    assert (text := EXAMPLE.read_text().rstrip()) in (ROOT / "docs" / "contract.md").read_text()
+    assert sum(1 for line in text.splitlines() if line.strip()) <= 40
     layout = ROOT / "examples" / "headway-layout" / "headway_layout.py"
     assert layout.read_text().rstrip() in (ROOT / "docs" / "layouts.md").read_text()
-
-
-def test_the_example_is_short() -> None:
-    lines = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
-    assert len(lines) <= 40
 
 
 @pytest.mark.parametrize("case_name", CASES)
@@ -157,6 +154,9 @@ def test_the_smallest_backend_writes_what_the_baseline_writes() -> None:
     assert result.out.startswith(" Paris")
 
 
-def test_the_smallest_backend_is_short() -> None:
-    lines = [line for line in (ROOT / "examples" / "smallest.py").read_text().splitlines() if line.strip()]
-    assert len(lines) <= 25
+def test_the_smallest_backend_is_short_and_writes_no_padding() -> None:
+    text = (file := ROOT / "examples" / "smallest.py").read_text()
+    assert sum(1 for line in text.splitlines() if line.strip()) <= 25
+    assert text[text.index("class ") : text.index("\n\n\nif ")] in (ROOT / "README.md").read_text()
+    result = run_cell(make_kit(f"{file}:MyBackend", "cpu"), "keyless:decode:nhd:own:b16:d64:g4:float32:none:-")
+    assert result.status == "passed", result

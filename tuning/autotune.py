@@ -103,10 +103,9 @@ def costs_for(
     each in the phases that use it. Tables that the user named apply to attention. They apply to state layers only if one of the
     tables is for state layers.
 
-    A faulty or stale table never ends a start. The faulty line or the difference is logged, and the table is ignored or measured
-    again.
+    A stored table that is faulty or stale never ends a start: the difference is logged, and the table is measured again.
 
-    :raises ConfigError: if the budget is not a number, or if a named file does not exist.
+    :raises ConfigError: if the budget is not a number, a named file does not exist, or none of them can be used on this machine.
     """
     for path in table_request.paths:
         if not path.exists():
@@ -118,11 +117,11 @@ def costs_for(
         return None
     device_type = layers.device.type
     available = registry.able(layers.device) if kind is ATTENTION else registry.states.all_able(device_type)
-    named = [(path, table) for path in table_request.paths if (table := _read(path)) is not None]
+    device = identify_device(layers.device)
+    named = _read(table_request.paths, kind, device, owners(registry, kind))
     only_named = bool(table_request.paths) and (kind is ATTENTION or any(table.kind == kind.name for _, table in named))
     if not only_named and not _has_choice(registry, specs, available):
         return None
-    device = identify_device(layers.device)
     if budget is None:
         budget = SharedBudget(0.0 if only_named else table_request.seconds(layers.device), len(specs))
     clean(table_folder())
@@ -319,10 +318,24 @@ def _without_option(error: Exception) -> str:
     return str(error)
 
 
-def _read(path: Path) -> CrossoverTable | None:
-    """Return the table at a path, or log why it cannot be read and return None."""
-    try:
-        return read_table(path, kind=None)
-    except TableError as error:
-        log.warning("crossover table not used: %s", error)
-        return None
+def _read(
+    paths: Sequence[Path], kind: OperationKind, device: DeviceIdentity, here: Mapping[str, tuple[str, ...]]
+) -> list[tuple[Path, CrossoverTable]]:
+    """Return the user's tables, and log those that cannot be read. here: result of `owners`.
+
+    :raises ConfigError: if none of the tables can be used on this machine for any layer.
+    """
+    found, refused = dict[Path, CrossoverTable](), dict[Path, str]()
+    for path in paths:
+        try:
+            found[path] = table = read_table(path, kind=None)
+            why = misfits(table, device, table.spec, here) if table.kind == kind.name else []
+            refused |= {path: "; ".join(why) or "it has no times"} if why or not table.cells else {}
+        except TableError as error:
+            refused[path] = str(error)
+    if paths and not set(paths) - refused.keys():
+        got = "; ".join(f"{path}: {why}" for path, why in refused.items())
+        raise ConfigError("crossover_table", "a table that applies to this machine", got, "headway bench crossover makes one")
+    for path in refused.keys() - found.keys():
+        log.warning("crossover table not used: %s", refused[path])
+    return list(found.items())

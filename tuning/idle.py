@@ -69,7 +69,7 @@ class IdleTuner:
         self.child: Child | None = None
         self._found: list[tuple[AttentionSpec, Sequence[Point], CrossoverTable | None]] = []
         self._began = self._idle_since = time.monotonic()
-        self._busy = self._told = self._closed = False
+        self._busy = self._told = self._closed = self._saved = False
         self._judged = (0, 0)  # Numbers of counted steps and measured points when the choices were last compared
 
     def idle(self) -> float | None:
@@ -113,12 +113,16 @@ class IdleTuner:
 
     def run(self, seconds: float) -> None:
         """Measure for at most this many seconds, in a program that has no requests in the meantime."""
-        until = time.monotonic() + seconds
+        until, before = time.monotonic() + seconds, self._engine.stats.tuned_points
         self._idle_since = time.monotonic() - QUIET
         self._busy = False
         while (left := until - time.monotonic()) > 0 and (pause := self.idle()) is not None:
             time.sleep(min(pause, left, _POLL))
         self.busy()
+        count = self._engine.stats.tuned_points - before
+        saved = " and saved the times" if count and self._saved else ", whose times are not saved" if count else ""
+        later = "" if self.thread is None else "; the measurement in progress goes on at the next call"
+        log.info("auto: tune() measured %d points%s; %d points are left%s", count, saved, self.num_unmeasured, later)
 
     def close(self) -> None:
         """End the child process."""
@@ -226,7 +230,9 @@ class IdleTuner:
         self._engine.stats.tuned_points += len(new)
         try:
             write_json(table, table_path(self._layers[spec].device, self._layers[spec].record))
+            self._saved = True
         except ConfigError as error:
+            self._saved = False
             log.warning("auto: the crossover table is not saved: %s", error)
         text = "auto: measured %d points of %s while idle; %d points are left"
         log.info(text, len(new), self._layers[spec].record, self.num_unmeasured)

@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper.backend import HopperAttention, HopperBackend, has_rows_of_16_bytes
-from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, WIDE_HEAD_DIM
+from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
 from headway.backends.options import Options, count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import DecodeConfig, architecture
 from headway.backends.triton.decode import Decode, DecodePlan, NewRows
 from headway.backends.triton.layer import KernelSetup, Layer
-from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
+from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import Arguments, CompiledKernel, Launch
 from headway.kernels.runtime.nvrtc.store import load
-from headway.kernels.runtime.probe import HALF_DTYPES
 from headway.kernels.runtime.triton_launch import Workspace
 
 ARGUMENTS = Struct("=13Q16q5i2f4x")
@@ -258,15 +256,8 @@ class HopperDecoding(SplitDecoding):
     """CUDA C++ decode for H100 and H200: the queries are the narrow operand of the MMAs, and warps do not wait for each other."""
 
     name = "hopper_decode"
-    capabilities = Capabilities(
-        phases=frozenset({Phase.DECODE}),
-        layouts=(NHD, HND),
-        dtypes=HALF_DTYPES,
-        block_multiple=16,
-        head_dims=(*HEAD_DIMS, WIDE_HEAD_DIM),
-        lse=True,
-        shares_plans=True,
-        features=frozenset({"sliding_window", "softcap", "sinks"}),
+    capabilities = replace(
+        HopperAttention.capabilities, phases=frozenset({Phase.DECODE}), v_head_dims=(), max_group_size=None, dense_prefill=False
     )
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence's keys, in place of the built-in rule"}
     decode_writes = True

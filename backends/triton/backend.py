@@ -103,7 +103,7 @@ class TritonAttention(AttentionBackend):
         support = super().supports(spec, layout, block_size, phase)
         if rereads(spec):
             support &= replace(cls.capabilities, dense_prefill=False).check(spec, layout, block_size, phase)
-        if spec.head_dim > LONGEST_KEY or spec.v_head_dim > LONGEST_VALUE:
+        if spec.head_dim != spec.v_head_dim and (spec.head_dim > LONGEST_KEY or spec.v_head_dim > LONGEST_VALUE):
             got = f"{spec.head_dim}/{spec.v_head_dim}"
             support &= Support.no("head_dim/v_head_dim", f"at most {LONGEST_KEY}/{LONGEST_VALUE}", got)
         support &= inlines(spec.rule)

@@ -203,7 +203,8 @@ def explain_states(
     from headway.core.select.selector import KernelSelector
     from headway.tuning.autotune import TableRequest, costs_for
 
-    costs = costs_for(LayerSpecs([], states=specs), registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
+    timed = LayerSpecs([], states=[] if specs[0].invariance else specs)  # deterministic mode uses no times
+    costs = costs_for(timed, registry, ALL_AUTO, TableRequest(budget=0.0), kind=STATE)
     candidates = StateCandidates(registry.states, specs)
     chosen = (selector := KernelSelector(candidates, asked, costs, workload)).selection
     steps = {shape.phase: shape for shape, _ in candidates.steps(workload)}
@@ -302,9 +303,8 @@ def explain(
     ] = None,
     linear: Annotated[bool, typer.Option("--linear", help=_LINEAR)] = False,
     experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="With --linear or --experts: show the kernels of deterministic mode.")
-    ] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Show the kernels of deterministic mode.")] = False,
+    deterministic_level: Annotated[str, typer.Option(help="What deterministic mode keeps: batch or full.")] = "batch",
     quantization: Annotated[
         str | None, typer.Option(help="With --linear or --experts: format to quantize plain weights to: fp8.")
     ] = None,
@@ -326,26 +326,29 @@ def explain(
         plain, sections = explain_weights(model, quantization, dtype, device, create_registry(plugin or ()), kinds, deterministic)
         return _print(plain, sections, all_backends, as_json)
     from headway.core.contract.ranks import RankGroup
-    from headway.core.engine.data.config import check_block_size
+    from headway.core.engine.data.config import EngineConfig
+    from headway.core.engine.scheduling.deterministic import prepare_deterministic
     from headway.core.select.choice import plan_text
     from headway.core.select.kernels import check_names
-    from headway.core.select.request import BackendRequest, Workload
+    from headway.core.select.request import Workload
     from headway.core.select.selector import Selector
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import explain_sums
     from headway.tuning.table.convert import to_costs
 
-    if block_size is not None:
-        check_block_size(block_size, "--block-size")
+    config = EngineConfig(attn_backend=attn_backend, state_backend=state_backend, kv_layout=kv_layout, block_size=block_size)
+    config = replace(config, deterministic=deterministic, deterministic_level=deterministic_level)
     kind, registry = _layers(model, geometry, layers, dtype, device).with_cache(kv_cache_dtype), create_registry(plugin or ())
     rules = {key: registry.attention_rule(text) for key, text in parse_attention_rules(attention_rule or []).items()}
     kind = kind.with_rules(rules, range(len(kind.cached)), length)
-    request = BackendRequest.parse(attn_backend)
-    check_names(registry, request, kv_layout)
+    check_names(registry, config.backend_request, kv_layout)
     asked, shape = Workload.parse(workload), _shape(phase, batch, query_len, length)
     if kind.cached and shape.phase not in kind.phases:
         raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
-    tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
+    if deterministic:
+        config = prepare_deterministic(registry, kind := kind.invariant(config.invariance), config)
+    request = config.backend_request
+    tables = {spec: None if deterministic else _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
     for option, draft in (("attn_backend", request.names_kind("draft")), ("kv_cache_dtype", "draft=" in kv_cache_dtype)):
         if draft:
@@ -358,8 +361,7 @@ def explain(
         plain["all_reduce"] = explain_sums(registry.all_reduce, RankGroup(0, tensor_parallel_size, kind.device))
         sections.append(kernel_section(plain["all_reduce"]))
     if kind.states:
-        named = request.for_states(BackendRequest.parse(state_backend, "state_backend"))
-        plain["states"], section, rows = explain_states(kind.states, registry, named, asked)
+        plain["states"], section, rows = explain_states(kind.states, registry, config.state_request, asked)
         sections.append(section)
         plan += rows
     plain["plan"] = [row._asdict() for row in plan]
@@ -407,8 +409,8 @@ def explain_attention(
     from headway.core.engine.execution.graph_set import as_run
 
     chosen = selector.selection
-    device = next(iter(next(iter(selector.instances.values())))).device
-    shape = as_run(shape, device.type)
+    spec = next(iter(next(iter(selector.instances.values()))))
+    shape = as_run(shape, spec.device.type)
     choice = selector.name_of(shape)
     costs = selector.all_costs
     covered = costs is None or costs.covers(shape)
@@ -416,7 +418,8 @@ def explain_attention(
     reasons = {each.name: list(map(str, each.reasons)) for each in rated}
     for each in rated:
         if each.us is None and not each.reasons:
-            reasons[each.name] = [_unmeasured(each.name, shape, table)]
+            fixed = "no time: deterministic mode uses one backend in all steps"
+            reasons[each.name] = [fixed if spec.invariance else _unmeasured(each.name, shape, table)]
     timed = [(each.name, each.us) for each in rated if each.us is not None]
     gap = (timed[1][0], timed[1][1] / timed[0][1]) if len(timed) > 1 and timed[0][0] == choice else None
     nearest = None if table is None else _nearest(table, shape, choice, chosen.layout.name, chosen.block_size)

@@ -33,7 +33,7 @@ def replay(
 
     The last line names the first layer, sequence, head and row that differ.
 
-    The exit code is 0 if nothing differs, 1 if a result is beyond its tolerance, and 2 if the file cannot be replayed.
+    The exit code is 0 if nothing differs, 1 if a result is beyond its tolerance, and 2 if the file or a backend cannot be used.
     """
     from headway.bench.diff.sides import SideOptions, check_side
     from headway.core.contract.errors import ConfigError
@@ -50,7 +50,7 @@ def replay(
     record.device = resolve_device(args.device)
     try:
         checked, first = record.judge()
-        others = [record.judge(_run(record, name, registry, options)) for name in names]
+        others = [_judged(record, name, registry, options) for name in names]
     except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:
         raise ConfigError(f"record {file}", "tensors of the shapes that it describes", str(error), "write it again") from error
     print(_title(record))
@@ -59,14 +59,16 @@ def replay(
     _print(checked + lost, held)
     lines = _lines(record, first, lost)
     replayed = []
-    for name, (found, other) in zip(names, others, strict=True):
-        _print(found, held)
-        replayed.append(f"{name}: {'within tolerance' if other is None else _sentence(record, other)}")
+    for name, (found, text, _) in zip(names, others, strict=True):
+        if found:
+            _print(found, held)
+        replayed.append(f"{name}: {text}")
     if not checked and not lost:
         raise ConfigError(str(file), "recorded steps whose sequences were still in the cache", "none", "record after a request")
     lines = [f"recorded: {line}" for line in lines] if names else lines
     print("\n".join([*(lines or ["within tolerance: every recorded output, cached row and state"]), *replayed]))
-    raise typer.Exit(1 if lines or any(other is not None for _, other in others) else 0)
+    codes = {1 if lines else 0, *(code for _, _, code in others)}
+    raise typer.Exit(1 if 1 in codes else max(codes))
 
 
 def _title(record: Record) -> str:
@@ -124,8 +126,30 @@ def _sentence(record: Record, first: Difference) -> str:
     return f"{where}, row {first.row} (position {first.position}): {first.what}: {error}"
 
 
+def _judged(record: Record, name: str, registry: Registry, options: SideOptions) -> tuple[list[Checked], str, int]:
+    """Return the largest errors of backends, their result in a line, and its exit code."""
+    from headway.core.contract.errors import HeadwayError
+
+    try:
+        found, first = record.judge(_run(record, name, registry, options))
+    except HeadwayError as refusal:
+        return [], " ".join(str(refusal).split()), 2
+    if not found:
+        return [], "not checked: the file has no call of the layers and phases that it is named for", 2
+    phases = ", ".join(sorted({each.phase for each in found}))
+    return (found, f"within tolerance ({phases})", 0) if first is None else (found, _sentence(record, first), 1)
+
+
 def _run(record: Record, name: str, registry: Registry, options: SideOptions) -> dict[str, Run]:
-    """Return the results of a backend for every attention call whose rows the file holds."""
+    """Return the results of backends for the attention calls whose rows the file holds, in the phases and layers that `name`, a
+    value of --attn-backend, names. A backend of some phases is named for these only."""
+    from headway.core.contract.metadata import Phase
+    from headway.core.contract.operation import ATTENTION
+    from headway.core.select.request import AUTO, BackendRequest, kinds_of
+
+    wanted = BackendRequest.parse(name)
+    if name in registry.of(ATTENTION).entries:
+        wanted = BackendRequest.for_backend(name, registry.backend(name).capabilities.phases)
     held = {(each.place, each.sequence): each for each in record.meta.held}
     calls = [(call, rows) for call in record.meta.calls if (rows := record.rows(call, held.get((call.place, call.sequence))))]
 
@@ -135,7 +159,10 @@ def _run(record: Record, name: str, registry: Registry, options: SideOptions) ->
     found: dict[str, Run] = {}
     for _, group in groupby(sorted(calls, key=batch), key=batch):
         own = list(group)
-        runs = _outs([rows for _, rows in own], name, registry, options, record.device)
+        request = wanted.for_layer(kinds_of(own[0][1].spec))
+        if wanted.names and (request.decode if own[0][0].phase is Phase.DECODE else request.prefill) == AUTO:
+            continue
+        runs = _outs([rows for _, rows in own], str(request), registry, options, record.device)
         found |= {call.key: run for (call, _), run in zip(own, runs, strict=True)}
     return found
 

@@ -184,7 +184,8 @@ class Capabilities:
         for feature in refused if "rule" not in refused else [each for each in refused if "rule." not in each]:
             value = getattr(spec, feature.partition(".")[0])
             hint = "sdpa computes every attention rule" * (feature in RULE_FEATURES)
-            yield Reason(feature, "a backend that computes it", f"{feature}={value}", hint)
+            got = feature if isinstance(value, tuple) else f"{feature}={value}"  # sinks and slopes are numbers of each head
+            yield Reason(feature, "a backend that computes it", got, hint)
 
 
 def _sizes(sizes: Sequence[int]) -> str:

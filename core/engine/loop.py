@@ -21,7 +21,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout
-from headway.core.contract.model import Model, embedding_size, state_layers
+from headway.core.contract.model import Model, embedding_size
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
@@ -555,7 +555,7 @@ def make_engine(parts: EngineParts) -> EngineLoop:
     if config.record_steps and any(spec.rule is not None for spec in layers.cached):
         raise ConfigError("record_steps", "layers without an attention rule, which a record cannot contain", config.record_steps)
     if config.deterministic:
-        config = prepare_deterministic(parts.source, layers, state_layers(model), config)
+        config = prepare_deterministic(parts.source, layers, config)
     device = DeviceParts(
         model=model,
         source=parts.source,

@@ -12,6 +12,7 @@ from functools import cache, cached_property, partial
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layer import Invariance
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import Model, latent_layers, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -289,6 +290,12 @@ class LayerSpecs:
         cached = [_with_cache(spec, wanted, scale) for spec, scale in zip(self.cached, scales, strict=True)]
         expanded = {new: self.expanded[old] for old, new in zip(self.cached, cached, strict=True) if old in self.expanded}
         return replace(self, cached=cached, expanded=expanded)
+
+    def invariant(self, level: Invariance) -> LayerSpecs:
+        """Return the layers with a level that the bits of their results must keep."""
+        expanded = {replace(old, invariance=level): replace(new, invariance=level) for old, new in self.expanded.items()}
+        cached = [replace(spec, invariance=level) for spec in self.cached]
+        return replace(self, cached=cached, expanded=expanded, states=[replace(spec, invariance=level) for spec in self.states])
 
     def with_rules(
         self, rules: Mapping[str, AttentionRule], numbers: Sequence[int], longest: int, ranks: Ranks = ONE_RANK

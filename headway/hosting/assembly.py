@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from headway.compat.vllm_views import VllmConfig
-from headway.core.contract.errors import ConfigError, made_by
+from headway.core.contract.errors import ConfigError, HeadwayError, made_by
 from headway.core.contract.operation import STATE
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.text_plugins import Proposer, ProposerOptions
@@ -394,8 +394,12 @@ def _assemble_draft(start: _Start) -> Assembly | None:
     if start.args.speculative_model is None:
         return None
     start.compiled()  # the draft's cache takes a share of the memory that is free
-    args = draft_args(start.args, start.device)
-    return _assemble(_Start(args, checked_registry(args), start.device, start.clock))
+    try:
+        args = draft_args(start.args, start.device)
+        return _assemble(_Start(args, checked_registry(args), start.device, start.clock))
+    except HeadwayError as error:
+        error.args = f"draft model: {error}", *error.args[1:]
+        raise
 
 
 def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:

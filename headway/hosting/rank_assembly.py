@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from headway.core.contract.errors import ConfigError, UnsupportedError
-from headway.core.contract.model import state_layers
 from headway.core.contract.ranks import ONE_RANK
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
@@ -125,7 +124,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     decoder = loaded.decoder
     layers = layers_of(loaded, args, registry, start.ranks)
     if config.deterministic:
-        config = prepare_deterministic(registry, layers, state_layers(decoder), config)
+        config = prepare_deterministic(registry, layers, config)
     choices: EngineChoices = start.choices()
     choose_experts(decoder.expert_kinds, 0, ahead, registry)  # rank 0 has measured, and stored the times
     choose_linear_kernels(decoder.linear_choices, 0, ahead, registry=registry)  # with rank 0's stored times

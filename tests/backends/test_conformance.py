@@ -114,6 +114,8 @@ def test_refusals_carry_what_need_got(registry: Registry) -> None:
     (reason,) = support.reasons
     assert (reason.what, reason.got) == ("dtype", "torch.float64")
     assert "float32" in reason.need
+    support = registry.supports("flex", spec(sinks=(0.0,) * spec().num_heads), NHD, 16, Phase.DECODE)
+    assert "sinks" in [reason.got for reason in support.reasons]
 
 
 NAMES = list(create_registry(load_entry_points=False).backends)

@@ -349,7 +349,7 @@ def test_explain_refuses_what_cannot_be(headway: Headway, path: Path, words: tup
         assert_refused(headway(*other, columns=400), "say --geometry and --dtype")
 
 
-def test_generate_obeys_a_table_and_survives_a_faulty_one(headway: Headway, tiny_model_folder: Path, tmp_path: Path) -> None:
+def test_generate_uses_a_table_and_refuses_a_faulty_one(headway: Headway, tiny_model_folder: Path, tmp_path: Path) -> None:
     model = ("--model", str(tiny_model_folder), "--device", "cpu", "--max-tokens", "2", "--stats")
     record = SpecRecord.of(SPEC).model_copy(update={"head_dim": 8, "scale": 8**-0.5})
     path = tmp_path / "t.json"
@@ -360,6 +360,5 @@ def test_generate_obeys_a_table_and_survives_a_faulty_one(headway: Headway, tiny
     assert "crossover table of 2026-11-21" in result.err
     path.write_text(path.read_text()[:500])
     result = headway("generate", *model, "--crossover-table", str(path), "hello", columns=400)
-    assert result.code == 0
-    assert "no crossover table, rank order" in result.err
+    assert_refused(result, "crossover_table: needs a table that applies to this machine, got table")
     assert_refused(headway("generate", *model, "--workload", "party", "hello", columns=300), "workload: needs chat")

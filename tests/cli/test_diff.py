@@ -35,7 +35,6 @@ def diff(headway: Headway, tiny_model_folder: Path, texts: Path) -> Headway:
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "plugins"
-    folder.mkdir()
     install(folder, "headway_wrong", WRONG)  # a name of its own: modules are imported once a process
     monkeypatch.syspath_prepend(str(folder))
 

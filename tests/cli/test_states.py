@@ -80,6 +80,13 @@ def test_the_plan_has_a_row_for_each_kind_of_layer_and_phase(headway: Headway, t
     )
 
 
+def test_the_plan_of_deterministic_mode_is_the_engines(headway: Headway) -> None:
+    for level in ("batch", "full"):
+        plan = json.loads(headway(*NEXT, "--deterministic", "--deterministic-level", level, "--json").out)["plan"]
+        assert [(row["backend"], row["why"]) for row in plan[:3]] == [("sdpa", "asked for")] * 3
+    assert_refused(headway(*NEXT, "--deterministic-level", "full"), "deterministic_level=full: needs deterministic")
+
+
 def test_a_model_without_states_has_none_and_excludes_a_geometry(headway: Headway) -> None:
     plain = ("backends", "explain", "--device", "cpu", "--model", "qwen3-0.6b")
     assert "states" not in json.loads(headway(*plain, "--json").out)

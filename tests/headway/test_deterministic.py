@@ -292,7 +292,6 @@ def test_one_backend_is_pinned_and_said(tiny_model_folder: Path, caplog: pytest.
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     folder = tmp_path / "plugins"
-    folder.mkdir()
     install(folder, "headway_toy", TOY)
     monkeypatch.syspath_prepend(str(folder))
     return create_registry()

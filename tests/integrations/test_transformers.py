@@ -46,6 +46,11 @@ def test_a_backend_by_name_and_a_pair() -> None:
         same(model, own, implementation, prompts((0,)))
 
 
+def both(model: Any, own: str, call: Callable[[], Any]) -> list[Any]:
+    """What a call returns with transformers' own attention and with Headway's."""
+    return [(model.set_attn_implementation(implementation), call())[1] for implementation in (own, "headway")]
+
+
 def test_a_second_turn_goes_on_with_the_cache_of_the_first() -> None:
     model, own = a_model("gemma2")
     answers = []
@@ -84,11 +89,7 @@ def test_padding_behind_a_prompt_changes_none_of_its_tokens() -> None:
     model, own = a_model("qwen3")
     inputs = prompts((0, 0))
     inputs["attention_mask"][1, 9:] = 0
-    answers = []
-    for implementation in (own, "headway"):
-        model.set_attn_implementation(implementation)
-        with torch.inference_mode():
-            answers.append(model(**inputs).logits)
+    answers = both(model, own, torch.inference_mode()(lambda: model(**inputs).logits))
     torch.testing.assert_close(answers[0][0], answers[1][0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(answers[0][1, :9], answers[1][1, :9], rtol=1e-4, atol=1e-4)
 
@@ -198,11 +199,7 @@ def test_a_cropped_cache_forgets_what_was_taken_back() -> None:
 def test_caches_in_another_order_and_rolled_back(name: str, options: dict[str, Any]) -> None:
     model, own = a_model(name)
     inputs = prompts((0,) if "prompt_lookup_num_tokens" in options else (4, 0))
-    answers = []
-    for implementation in (own, "headway"):
-        model.set_attn_implementation(implementation)
-        answers.append(model.generate(**inputs, do_sample=False, max_new_tokens=14, **options))
-    assert torch.equal(*answers)
+    assert torch.equal(*both(model, own, lambda: model.generate(**inputs, do_sample=False, max_new_tokens=14, **options)))
 
 
 @pytest.mark.slow

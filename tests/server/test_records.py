@@ -66,6 +66,12 @@ def test_replay_prints_a_table_and_runs_other_backends(recorded: tuple[LLM, Path
     assert result.code == 0, result
     assert "within tolerance" in result.out
     assert "sdpa.math" in result.out
+    named = headway("replay", str(path), "--attn-backend", "hopper,sdpa,decode=sdpa.math,window:decode=sdpa", columns=300)
+    assert named.code == 2, named
+    refused, *lines, window = named.out.splitlines()[-4:]
+    assert "cuda" in refused.lower(), named
+    assert lines == ["sdpa: within tolerance (decode, prefill)", "decode=sdpa.math: within tolerance (decode)"]
+    assert window.startswith("window:decode=sdpa: not checked: the file has no call")
     assert all(len(line) <= 80 for line in result.out.splitlines()[2:])
     assert_refused(headway("replay", str(path), "--model", "other"), "--model", "got other")
     assert_refused(headway("replay", str(path), "--attn-backend", "flsh"), "'flsh'")

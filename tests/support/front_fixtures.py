@@ -64,7 +64,6 @@ def headway(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working plugin and one whose backends refuse, found by this process."""
     folder = tmp_path / "plugins"
-    folder.mkdir()
     install(folder, "headway_toy", TOY)
     install(folder, "headway_odd", REFUSING)
     monkeypatch.syspath_prepend(str(folder))

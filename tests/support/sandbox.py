@@ -54,9 +54,9 @@ def assert_refused(result: Result, *words: str) -> None:
 
 def install(folder: Path, name: str, source: str, version: str = "1.0", entry_points: str | None = None) -> None:
     """Write a distribution: a module called `name`, and metadata that names it in the entry-point group "headway"."""
-    (folder / f"{name}.py").write_text(source)
     info = folder / f"{name}-{version}.dist-info"
-    info.mkdir()
+    info.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(source)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(f"[headway]\n{name} = {name}\n" if entry_points is None else entry_points)
 

@@ -104,19 +104,17 @@ def test_a_faulty_kept_table_is_logged_and_left_alone(
     assert path.read_text() == content
 
 
-def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
-    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(registry: Registry, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     cells = [a_cell(us, kernel=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
     write_json(a_table(*cells), path)
     costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path]))
     assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
     write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
-    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path], budget=60)) is None
-    assert "torch: measured with 1.0" in caplog.text
-    assert "driver: measured with old" in caplog.text
-    assert costs_for(LayerSpecs([replace(SPEC, head_dim=64)]), registry, ALL_AUTO, TableRequest([path])) is None
+    (empty := tmp_path / "empty.json").write_text(path.read_text().replace('"cells":', '"cells": [], "more":'))
+    for paths, said in (([path], "torch: measured with 1.0"), ([path, empty], "driver: measured with old"), ([empty], "empty")):
+        with pytest.raises(ConfigError, match=f"crossover_table: needs a table that applies to this machine, got .*{said}"):
+            costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(paths, budget=60))
 
 
 def test_of_several_tables_asked_for_each_serves_the_layer_that_it_was_measured_on(

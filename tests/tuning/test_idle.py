@@ -76,6 +76,7 @@ def test_a_faster_kernel_is_measured_while_idle_and_taken(model: Path, caplog: p
     assert 0 < stats.tuning_saved_seconds < 1
     assert llm.engine.selection.names[Phase.DECODE] != "sdpa.math"
     assert "auto: took other kernels in" in caplog.text
+    assert f"auto: tune() measured {stats.tuned_points} points and saved the times" in caplog.text
     assert tokens(llm) == before
     stored = read_table(stored_tables()[0])
     assert {cell.source for cell in stored.cells if cell.point in _tried(llm)} == {"measured"}
@@ -227,6 +228,8 @@ def test_a_server_measures_between_requests(model: Path) -> None:
     [
         ({"tune": "often"}, "tune: needs idle or start or never, got 'often'"),
         ({"tune": "never", "autotune_budget": 5.0}, "tune=never: needs autotune_budget 0, or none, got 5.0"),
+        ({"deterministic": True, "autotune_budget": 3.0}, "deterministic: needs autotune_budget 0, or none, got 3.0"),
+        ({"tune": "start", "tune_share": 0.3}, "tune=start: needs no tune_share, got 0.3 .tune=idle uses it"),
         ({"tune_share": 0.0}, "tune_share: needs a number above 0 and at most 1, got 0.0"),
     ],
 )

@@ -8,13 +8,11 @@ usual. The model's kernels keep a level if the specs of its layers require it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layer import Invariance
 from headway.core.contract.metadata import Phase
-from headway.core.contract.model import StateLayer
 from headway.core.contract.operation import ATTENTION
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
@@ -28,13 +26,13 @@ from headway.core.select.selector import Selector
 log = logging.getLogger("headway")
 
 
-def prepare_deterministic(source: Kernels, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
-    """Return the options with one backend pinned and, at level BATCH, the prefix cache disabled. states: layers with a state.
+def prepare_deterministic(source: Kernels, layers: LayerSpecs, config: EngineConfig) -> EngineConfig:
+    """Return the options with one backend pinned and, at level BATCH, the prefix cache disabled.
 
     :raises ConfigError: if the layers do not require the level, or if the level needs one backend for all phases.
     """
     level = config.invariance
-    specs: list[AttentionSpec | StateSpec] = [*layers.cached, *(layer.spec for layer in states)]
+    specs: list[AttentionSpec | StateSpec] = [*layers.cached, *layers.states]
     for spec in specs:
         if spec.invariance < level:
             need = "a model that keeps its rows' bits, and whose layers ask for the same"

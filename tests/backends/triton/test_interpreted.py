@@ -334,7 +334,8 @@ def test_refusals() -> None:
         return str(TritonAttention.supports(layer, NHD, block_size, Phase.DECODE))
 
     assert "head_dim: needs a multiple of 8 up to 512, got 20" in reason(spec(head_dim=20))
-    assert "head_dim: needs a multiple of 8 up to 512, got 520" in reason(spec(head_dim=520))
+    assert reason(spec(head_dim=576)).endswith("head_dim: needs a multiple of 8 up to 512, got 576")
+    assert "head_dim/v_head_dim: needs at most 576/512, got 584/64" in reason(spec(head_dim=584, v_head_dim=64))
     assert "block_size: needs a multiple of 16, got 8" in reason(spec(), 8)
     assert "dtype" in reason(spec(dtype=torch.float64))
     assert "scale: needs a positive number" in reason(spec(scale=-1.0))

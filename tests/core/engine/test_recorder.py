@@ -78,20 +78,12 @@ class Planted(NamedTuple):
     seq: int | None
 
 
+RECORDING = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**22, max_num_seqs=4, record_steps=24)
+
+
 def run(model: Any, folder: Path, backends: dict[str, type[AttentionBackend]], random: Random, **options: Any) -> EngineLoop:
-    config = EngineConfig(
-        **{
-            "attn_backend": next(iter(backends), "sdpa"),
-            "block_size": 8,
-            "kv_cache_memory": 2**22,
-            "max_num_batched_tokens": 64,
-            "max_num_seqs": 4,
-            "record_steps": 24,
-            "record_folder": str(folder),
-            **options,
-        }
-    )
-    engine = made_engine(model, registering(**backends), config)
+    own = {"attn_backend": next(iter(backends), "sdpa"), "max_num_batched_tokens": 64, "record_folder": str(folder), **options}
+    engine = made_engine(model, registering(**backends), replace(RECORDING, **own))
     prompts = [[number, *(random.randrange(50) for _ in range(random.randint(20, 45)))] for number in range(4)]
     generate(engine, prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     return engine
@@ -325,10 +317,7 @@ def test_a_writer_that_misses_a_slot(tmp_path: Path) -> None:
     random = Random(9)
     model = Layers(random)
     layer = random.randrange(len(model.attention_specs))
-    config = EngineConfig(
-        attn_backend="sdpa", block_size=8, kv_cache_memory=2**22, max_num_seqs=4, record_steps=24, record_folder=str(tmp_path)
-    )
-    engine = made_engine(model, registering(), config)
+    engine = made_engine(model, registering(), replace(RECORDING, record_folder=str(tmp_path)))
     writers: list[Any] = engine.executor.attention.writers
     right = writers[layer]
 
@@ -349,10 +338,7 @@ def test_pages_that_two_sequences_get(tmp_path: Path) -> None:
     """The scheduler's own mistake: one page in the tables of two sequences."""
     random = Random(10)
     model = Layers(random)
-    config = EngineConfig(
-        attn_backend="sdpa", block_size=8, kv_cache_memory=2**22, max_num_seqs=4, record_steps=24, record_folder=str(tmp_path)
-    )
-    engine = made_engine(model, registering(), config)
+    engine = made_engine(model, registering(), replace(RECORDING, record_folder=str(tmp_path)))
     for number in range(2):
         prompt = [random.randrange(50) for _ in range(20)]
         engine.add_request(
@@ -466,15 +452,7 @@ def test_running_requests_are_not_changed_by_a_record(tmp_path: Path) -> None:
         prompts = [[number, *(Random(number).randrange(50) for _ in range(30))] for number in range(4)]
         tokens = []
         for records in (False, True):
-            config = EngineConfig(
-                attn_backend="sdpa",
-                block_size=8,
-                kv_cache_memory=2**21,
-                max_num_batched_tokens=48,
-                max_num_seqs=4,
-                record_steps=5,
-                record_folder=str(tmp_path),
-            )
+            config = replace(RECORDING, max_num_batched_tokens=48, record_steps=5, record_folder=str(tmp_path))
             engine, written = made_engine(model, registering(), config), dict[str, list[int]]()
             for number, prompt in enumerate(prompts):
                 params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

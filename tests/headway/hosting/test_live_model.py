@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Mixtral
 
 from graph_stub import PiecesTape
 from headway import LLM, AsyncLLM, SamplingParams
-from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.errors import ConfigError, ModelError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.engine.execution.memory import ReleasedMemory
 from headway.core.system.held_tensors import held_tensors
@@ -322,5 +322,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tiny_model_folder: Path, tmp_p
         LLM(str(tiny_model_folder), speculative_model=str(other), load_format="dummy", **OPTIONS)
     with pytest.raises(ConfigError, match="attn_backend draft: needs a draft model, which has these layers, got none"):
         LLM(str(tiny_model_folder), attn_backend="draft:decode=sdpa", **OPTIONS)
+    with pytest.raises(UnsupportedError, match="draft model: .*hopper"):
+        LLM(str(tiny_model_folder), speculative_model=str(tiny_model_folder), attn_backend="draft:decode=hopper", **OPTIONS)
     with pytest.raises(ConfigError, match="speculative_model: needs tensor_parallel_size=1, got 2"):
         LLM(str(tiny_model_folder), speculative_model=str(other), tensor_parallel_size=2, **OPTIONS)

@@ -149,23 +149,28 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
     assert max(splits for _, splits, _ in grids) == (2 if "split" in name else 1)
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(9, 3), (16, 1)])
-def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain, gated and added, with biases; of sizes that are none of its own otherwise."""
-    monkeypatch.setattr(tile_kernels, "MAX_WEIGHT", 64 * 192 * 3 // splits)
-    seed, (out, columns) = torch.seed(), (64 if splits == 3 else 192, 192)
-    x = torch.randn(rows, columns).bfloat16()
+def assert_right(tiles: Any, rows: int, out: int, columns: int) -> None:
+    """Plain, gated and added, with biases."""
+    seed, x = torch.seed(), torch.randn(rows, columns).bfloat16()
     weight, bias = torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16()
     read, both = Operand.of(weight, bias), x.double() @ weight.double().T + bias.double()
     residual = torch.randn(rows, 2 * out).bfloat16()
     expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
-    tiles = tile_kernels.Tiles(spec_of(weight, torch.bfloat16, torch.device("cpu")))
-    assert tiles.runs(rows)
-    assert not tiles.runs(17)
-    compute = tiles.compute
+    compute = tiles(spec_of(weight, torch.bfloat16, torch.device("cpu"))).compute
     found = compute(x, read), compute(x, read, gated=True, activation="silu"), compute(x, read, add_to=residual)
     for got, right in zip(found, expected, strict=True):
         assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(9, 3), (16, 1)])
+def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that are none of its own otherwise."""
+    monkeypatch.setattr(tile_kernels, "MAX_WEIGHT", 64 * 192 * 3 // splits)
+    out = 64 if splits == 3 else 192
+    tiles = tile_kernels.Tiles(spec_of(torch.empty(2 * out, 192).bfloat16(), torch.bfloat16, torch.device("cpu")))
+    assert tiles.runs(rows)
+    assert not tiles.runs(17)
+    assert_right(tile_kernels.Tiles, rows, out, 192)
 
 
 @pytest.mark.parametrize("segments", [1, 3])
@@ -174,25 +179,16 @@ def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: p
 def test_products_with_any_number_of_rows(
     rows: int, out: int, columns: int, segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain, gated and added, with biases; of widths that tiles do not divide, and with one program for all segments of K."""
+    """Of widths that tiles do not divide, and with one program for all segments of K."""
     monkeypatch.setattr(tile_kernels, "BUSY", 0.25 if segments == 1 else 100)
     monkeypatch.setattr(tile_kernels, "BLOCK_ROWS", 64)
     monkeypatch.setattr(tile_kernels, "SEGMENT", 64)
-    seed, x = torch.seed(), torch.randn(rows, columns).bfloat16()
-    weight, bias = torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16()
-    read, both = Operand.of(weight, bias), x.double() @ weight.double().T + bias.double()
-    residual = torch.randn(rows, 2 * out).bfloat16()
-    expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
     tile_kernels.invariant_tiling.cache_clear()
-    tiles = tile_kernels.InvariantTiles(spec_of(weight, torch.bfloat16, torch.device("cpu")))
     assert tile_kernels.invariant_tiling(rows, 2 * out, columns, False, 4, 100_000).segments == (
         segments if columns == 192 else 1
     )
-    compute = tiles.compute
-    found = compute(x, read), compute(x, read, gated=True, activation="silu"), compute(x, read, add_to=residual)
+    assert_right(tile_kernels.InvariantTiles, rows, out, columns)
     tile_kernels.invariant_tiling.cache_clear()
-    for got, right in zip(found, expected, strict=True):
-        assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
 
 
 @pytest.mark.slow
