@@ -178,6 +178,10 @@ class RegisteredLayer(TunedLayer):
     ) -> Self:
         """Return a layer with the usual points of its device in the given phases."""
         measured = measured_kind(registry, spec)
+        if measured.kind is ATTENTION:  # a backend that supports no step of the layer would make tables without it stale
+            layouts = [registry.layouts[name].layout for name in preferred_layouts(registry, kernels, spec)]
+            places = [(layout, size, phase) for layout in layouts for size in BLOCK_SIZES for phase in Phase]
+            kernels = [name for name in kernels if any(registry.supports(name, spec, *place) for place in places)]
         wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in phases]
         return cls(measured.record, device, kernels, wanted, measured, ahead, tune)
 

@@ -29,12 +29,13 @@ _SHAPE = (2, 3)  # of the tensors with which the functions are recorded
 _NARROW = 2**30  # Integers below this are 32-bit in Triton, so that sums and differences of two do not overflow
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class RuleCode:
-    """Triton functions of a rule. Kernels get the object as a compile-time constant and inline the functions."""
+class RuleCode(str):
+    """Triton functions of a rule. Kernels get the object as a compile-time constant and inline the functions.
 
-    name: str
-    """Name of the functions' module, which contains a digest of their source. Equal names mean equal code."""
+    As text, it is the name of the functions' module, which contains a digest of their source. Equal names mean equal code. Triton
+    writes constants as JSON when a hook watches compilations, so they must be text or numbers.
+    """
+
     rows: Any = None
     """Function of (q_pos, head, floats, ints) that returns a tuple: what the other functions need and keys do not change."""
     score: Any = None
@@ -49,10 +50,7 @@ class RuleCode:
     @property
     def cache_key(self) -> str:
         """Digest that Triton includes in the keys of its caches."""
-        return self.name
-
-    def __repr__(self) -> str:
-        return self.name
+        return str(self)
 
 
 NO_RULE = RuleCode("no_rule")
@@ -78,7 +76,10 @@ class TracedRule:
         functions = {part: getattr(module, part, None) for part in ("rows", *PARTS)}
         for function in functions.values():
             hash_helpers_first(function)
-        return RuleCode(name, functions["rows"], functions["score"], functions["mask"], functions["gate"], self.by_head)
+        code = RuleCode(name)
+        for part, function in (*functions.items(), ("by_head", self.by_head)):
+            setattr(code, part, function)
+        return code
 
     def pack(self, rule: AttentionRule, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rule's parameters as the functions read them: float32 and integer buffers on a device."""

@@ -248,7 +248,7 @@ def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: 
     assert "kv_layout=nhd, block_size=16 (auto: crossover table of 2026-11-21" in result.out
     assert "triton" not in result.out, "it cannot run on this device"
     assert re.match(r"not listed: \d+ backends that cannot run on this device \(--all\)", lines[2])
-    assert "why not" not in result.out, "each backend that is listed has a time"
+    assert [line.split()[0] for line in lines if "needs" in line] == ["flex"], "each other backend that is listed has a time"
     assert (
         "nearest row of the table: decode, 1 sequence, 1 new of 4096 tokens, sdpa.math, nhd 16: 100.0 us per layer" in result.out
     )
@@ -360,5 +360,5 @@ def test_generate_uses_a_table_and_refuses_a_faulty_one(headway: Headway, tiny_m
     assert "crossover table of 2026-11-21" in result.err
     path.write_text(path.read_text()[:500])
     result = headway("generate", *model, "--crossover-table", str(path), "hello", columns=400)
-    assert_refused(result, "crossover_table: needs a table that applies to this machine, got table")
+    assert_refused(result, "crossover_table: needs a table that applies to this machine, got ")
     assert_refused(headway("generate", *model, "--workload", "party", "hello", columns=300), "workload: needs chat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from attention_rules import LENGTH, RULES, Document, expected
 from backend_cases import CASES, case_of, spec
 from decode_writes import new_token_case, write_and_decode
 from headway.backends.triton.backend import TritonAttention
+from headway.backends.triton.rule_code import NO_RULE, traced_rule
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import Phase
@@ -192,6 +194,13 @@ class Narrow(AttentionRule):
 class TwoBools(AttentionRule):
     def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
         return score + 1.0 * ((k_pos % 2 == 0) + (k_pos % 3 == 0))
+
+
+def test_code_is_written_as_json_for_hooks_that_watch_compilations() -> None:
+    code = traced_rule(RULES["Document"]).code()
+    assert json.loads(json.dumps([NO_RULE, code])) == ["no_rule", code]
+    assert code.mask is not None
+    assert NO_RULE.mask is None
 
 
 _HINT = "(convert its operands to int64 or float32)"
