@@ -179,9 +179,7 @@ class RegisteredLayer(TunedLayer):
         """Return a layer with the usual points of its device in the given phases."""
         measured = measured_kind(registry, spec)
         if measured.kind is ATTENTION:  # a backend that supports no step of the layer would make tables without it stale
-            layouts = [registry.layouts[name].layout for name in preferred_layouts(registry, kernels, spec)]
-            places = [(layout, size, phase) for layout in layouts for size in BLOCK_SIZES for phase in Phase]
-            kernels = [name for name in kernels if any(registry.supports(name, spec, *place) for place in places)]
+            kernels = [name for name in kernels if _serves(registry, name, spec, preferred_layouts(registry, kernels, spec))]
         wanted = [point for point in measured.grid if CORE_PHASE[point.phase] in phases]
         return cls(measured.record, device, kernels, wanted, measured, ahead, tune)
 
@@ -301,6 +299,16 @@ class RegisteredLayer(TunedLayer):
         if not suffices(table, replace(self, wanted=wanted)):
             log.info("auto: the time budget ended before all required points were measured; the next start continues")
         return table
+
+
+def _serves(registry: Registry, name: str, spec: AttentionSpec, layouts: Sequence[str]) -> bool:
+    """Return whether a backend supports a step of a layer in one of the layouts."""
+    return any(
+        registry.supports(name, spec, registry.layouts[layout].layout, size, phase)
+        for layout in layouts
+        for size in BLOCK_SIZES
+        for phase in Phase
+    )
 
 
 def preferred_layouts(registry: Registry, available: Sequence[str], spec: AttentionSpec) -> list[str]:
