@@ -30,6 +30,7 @@ import headway.kernels.step
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu, most_local_bytes
 from attention_layer import AttentionLayer
 from headway.backends.states.triton.backend import TritonStates
+from headway.backends.triton.tiles import parameter
 from headway.core.contract.layout import NHD
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -90,6 +91,7 @@ def launched_kernels() -> set[str]:
     members = [value for package in PACKAGES for module in modules(package) for value in vars(module).values()]
     functions = [value for value in members if isinstance(value, triton.JITFunction)]
     called = {id(each.fn.__globals__.get(name)) for each in functions for name in each.fn.__code__.co_names}
+    called.add(id(parameter))  # by the code of attention rules
     return {each.__name__ for each in functions if id(each) not in called}
 
 

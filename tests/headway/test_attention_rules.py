@@ -187,7 +187,10 @@ def test_a_rule_equals_its_formula_with_chunks_hits_and_drafts(name: str, model:
     assert llm.engine.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", RULES)
+QUICK = ("Documents", "HeadWindows", "PrefixLM", "MoBA")
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in RULES])
 def test_a_rule_equals_its_formula_in_one_prompt_and_deterministically(name: str, model: tuple[str, Any]) -> None:
     folder, reference = model
     options: dict[str, Any] = {} if name in SPARSE else {"deterministic": True, "deterministic_level": "full"}
@@ -222,9 +225,8 @@ def test_another_formula_differs(model: tuple[str, Any]) -> None:
         held(engine(folder, RULES["Dilated"]), reference, "StreamingSinks")
 
 
-@pytest.mark.parametrize(
-    "name", ["LearnedBias", *(pytest.param(each, marks=pytest.mark.slow) for each in ("HeadWindows", *SPARSE))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LearnedBias", "HeadWindows", *SPARSE])
 def test_two_ranks_apply_a_rule_to_their_own_heads(name: str, model: tuple[str, Any]) -> None:
     folder, reference = model
     held(engine(folder, RULES[name], tensor_parallel_size=2, num_threads=2), reference, name)

@@ -175,7 +175,7 @@ def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: p
 
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize(("out", "columns"), [(64, 192), (70, 200)])
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 20, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 20, 150])
 def test_products_with_any_number_of_rows(
     rows: int, out: int, columns: int, segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
