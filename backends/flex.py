@@ -75,9 +75,9 @@ class FlexAttention(AttentionBackend):
         self._compiles = spec.device.type == "cuda"
         self._attend: Any = flex_attention
         self._create_mask: Any = create_block_mask
-        config: Any = torch._dynamo.config
-        config.recompile_limit = config.accumulated_recompile_limit = 2**16  # more shapes than 8
         if self._compiles:
+            config: Any = torch._dynamo.config
+            config.recompile_limit = config.accumulated_recompile_limit = 2**16  # more shapes than 8
             self._attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
             self._create_mask = torch.compile(create_block_mask, dynamic=False)
         self._compiled: set[tuple[int, ...]] = set()

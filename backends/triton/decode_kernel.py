@@ -292,7 +292,7 @@ def split_kv_decode(
         return
     d = tl.arange(0, BLOCK_D)
     last = end == kv_len
-    if RULE.mask is not None:  # start and end are places in the list of tiles, in keys
+    if RULE.mask is not None:  # start and end are indices in the list of tiles, times BLOCK_N
         last = tl.program_id(1) - first_chunk == num_chunks - 1
     if NEW:  # loaded before the loop, used after it; compares a tensor, not a scalar, for the interpreter of Triton 3.9
         if RULE.mask is None:

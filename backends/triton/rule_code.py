@@ -345,7 +345,7 @@ class _Recorder(TorchDispatchMode):
         self.keyed = bool(depends & KEYED)
         for value, size, stride in zip(values, table.shape, table.strides, strict=True):
             text = self._cast(value, value.dtype)
-            if value.number is None:  # never outside of the memory, also for positions after a sequence's end
+            if value.number is None:  # positions after the end of a sequence must not read outside of the memory
                 text = text if value.natural else f"tl.where({text} < 0, {text} + {size}, {text})"
                 text = f"tl.minimum(tl.maximum({text}, 0), {max(size - 1, 0)})"
             places.append(text if stride == 1 else f"{text} * {stride}")

@@ -339,7 +339,7 @@ def softmax_step(
         scores = cap_log2 * tanh(scores, DOT)
     if HAS_ALIBI:
         scores = scores - slopes[:, None] * (positions[:, None] - at[None, :]).to(tl.float32)
-    if RULE.score is not None:  # a rule changes natural scores, not those in base 2
+    if RULE.score is not None:  # the function gets scores in natural units, not in base 2
         natural = LN_2 if HAS_SOFTCAP or HAS_ALIBI else score_scale * LN_2
         scores = RULE.score(scores * natural, rule, at[None, :], DOT)
     score_scale = scale_of(score_scale, HAS_SOFTCAP, HAS_ALIBI, RULE)
@@ -352,7 +352,7 @@ def softmax_step(
         scores = tl.where(seen, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     finite = m_new
-    if MASKED or RULE.score is not None:  # no key seen yet: exp2(-inf - 0) = 0 instead of NaN
+    if MASKED or RULE.score is not None:  # before the first visible key, exp2(-inf - 0) is 0 and not NaN
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weights = tl.exp2(scores * score_scale - (finite * score_scale)[:, None])
     shrink = tl.exp2((m - finite) * score_scale)

@@ -83,7 +83,7 @@ class AttentionRule:
         q: float32 [queries, num_heads, head_dim]. summaries: float32 [blocks, num_kv_heads, head_dim], the results of `summary`.
         q_pos: [queries]. params: as for `score`, but `PerHead` parameters are [num_heads, 1].
         """
-        raise NotImplementedError
+        return torch.ones(len(q), 1, len(summaries), dtype=torch.bool, device=q.device)
 
     def summary(self, keys: Tensor) -> Tensor:
         """Return a summary of blocks of keys for `blocks`. keys: float32 [..., block_keys, head_dim]. Default: the mean."""
@@ -385,11 +385,11 @@ class _CheckedRule:
         found = self._call(part, kind, scores, places[:, None], places, heads)
         again = self._call(part, kind, scores, places[:, None], places, heads)
         self._compare(part, "the same in two calls", found, again, places, 0)
-        for row in reversed(range(count)):  # a query alone, with the keys that it sees
+        for row in reversed(range(count)):  # one query by itself, with the keys that it sees
             head, keys = row % self._heads, slice(0, row + 1)
             one = slice(head, head + 1), slice(row, row + 1), keys
             alone = self._call(part, kind, scores[one], places[one[1], None], places[keys], heads[one[0]])
-            need = "the same for a query alone, without other queries, heads and later keys"
+            need = "the same for a query by itself, without other queries, heads and later keys"
             self._compare(part, need, found[one], alone, places, row, head)
         self._check_numbers(part, found, places[:, None], places)
         near = torch.arange(min(int(places[-1]) + 1, _NEAR))
@@ -465,7 +465,7 @@ class _CheckedRule:
             raise self.error("summary", f"finite numbers {[before, num_kv_heads, head_dim]}", f"{list(summaries.shape)}")
         found, again = (self._chosen(q, summaries, q_pos) for _ in range(2))
         alone = torch.cat([self._chosen(q[n : n + 1], summaries, q_pos[n : n + 1]) for n in range(len(q))])
-        for need, other in (("the same in two calls", again), ("the same for a query alone", alone)):
+        for need, other in (("the same in two calls", again), ("the same for a query by itself", alone)):
             if not torch.equal(found, other):
                 row, head, block = (found != other).nonzero()[0].tolist()
                 got = f"{bool(found[row, head, block])} and {bool(other[row, head, block])}"

@@ -313,8 +313,7 @@ class LayerSpecs:
         chosen = list[AttentionRule | None]([None] * len(self.cached))
         for key in sorted(rules, key=lambda key: 0 if key == "all" else 2 if key.startswith("layers.") else 1):
             places = [place for place, spec in enumerate(self.cached) if _names_layer(key, spec, numbers[place])]
-            last = re.fullmatch(r"layers\.(?:\d+-)?(\d+)", key)
-            if not places or (last and int(last[1]) > max(numbers)):
+            if not places or ((named := _layer_range(key)) and named[1] > max(numbers)):
                 need = f"all, layers.N or layers.N-M of {len(numbers)} attention layers, or a kind: {', '.join(self.kinds)}"
                 raise ConfigError("attention_rules", need, repr(key))
             for place in places:
@@ -439,9 +438,15 @@ class LayerSpecs:
 
 def _names_layer(key: str, spec: AttentionSpec, number: int) -> bool:
     """Return whether a key of the option attention_rules names a layer. number: the layer's number in the model."""
-    if match := re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", key):
-        return int(match[1]) <= number <= int(match[2] or match[1])
+    if named := _layer_range(key):
+        return named[0] <= number <= named[1]
     return key in ("all", *kinds_of(spec))
+
+
+def _layer_range(key: str) -> tuple[int, int] | None:
+    """Return the first and the last layer of the key layers.N or layers.N-M, or None for other keys."""
+    match = re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", key)
+    return (int(match[1]), int(match[2] or match[1])) if match else None
 
 
 _CHUNK = 2048

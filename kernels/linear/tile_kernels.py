@@ -399,13 +399,17 @@ class InvariantTiles(Tiles):
         frozenset({"plain"}), devices=DEVICES, batch_invariant=True, fused=frozenset(FUSED) - {"norm", "rotary"}
     )
 
+    def __init__(self, spec: LinearSpec, variant: str = "") -> None:
+        super().__init__(spec, variant)
+        self._memory = shared_memory(spec.device)
+
     def runs(self, rows: int) -> bool:
         """Return True: the kernel runs any number of rows."""
         return True
 
     def _tiling_of(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling:
         gated = weight_rows != out_features
-        return invariant_tiling(rows, out_features, in_features, gated, self.multiprocessors, shared_memory(self.spec.device))
+        return invariant_tiling(rows, out_features, in_features, gated, self.multiprocessors, self._memory)
 
 
 def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) -> FixedLauncher:

@@ -291,9 +291,12 @@ BAD: dict[str, tuple[AttentionRule, str]] = {
         bad("score", lambda s, q, k, h, p: s * ((q - 16) / (q - 16))),
         "needs a number.*, got nan at q_pos=16, k_pos=",
     ),
-    "other keys": (bad("score", lambda s, q, k, h, p: s - s.amax(-1, True)), "for a query alone.* got .* at q_pos=.*, k_pos="),
-    "other heads": (bad("score", lambda s, q, k, h, p: s - s.mean(0, True)), "for a query alone.* got .* at q_pos=.*, head="),
-    "later keys": (bad("gate", lambda q, k, h, p: k / k.max().clamp(min=1)), "gate: needs the same for a query alone"),
+    "other keys": (
+        bad("score", lambda s, q, k, h, p: s - s.amax(-1, True)),
+        "for a query by itself.* got .* at q_pos=.*, k_pos=",
+    ),
+    "other heads": (bad("score", lambda s, q, k, h, p: s - s.mean(0, True)), "for a query by itself.* got .* at q_pos=.*, head="),
+    "later keys": (bad("gate", lambda q, k, h, p: k / k.max().clamp(min=1)), "gate: needs the same for a query by itself"),
     "random": (bad("mask", lambda q, k, h, p: torch.rand(len(q), k.shape[-1]) < 0.5), "mask: needs the same in two calls, got "),
     "state": (
         bad("score", lambda s, q, k, h, p: s + next(CALLS)),
@@ -317,7 +320,7 @@ BAD: dict[str, tuple[AttentionRule, str]] = {
     "blocks": (bad("blocks", lambda q, b, t, p: torch.ones(8, 3, 5) > 0), r"blocks: needs torch.bool \[8, 4, 5\]"),
     "other queries": (
         bad("blocks", lambda q, b, t, p: (q > q.mean(0))[:, :, :1].expand(-1, -1, len(b))),
-        "blocks: needs the same for a query alone, got .* at q_pos=.*, block=0, head=",
+        "blocks: needs the same for a query by itself, got .* at q_pos=.*, block=0, head=",
     ),
     "few blocks": (
         bad("blocks", lambda q, b, t, p: q.new_ones(len(q), 1, len(b)).topk(2).values.mean(2, True).expand(-1, -1, len(b)) > 0),

@@ -159,6 +159,16 @@ def holds(rows: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*OF_EVERY_DAY, *(pytest.param(each, marks=pytest.mark.slow) for each in ALSO)])
 def test_at_level_full_nothing_that_a_step_does_changes_a_bit(tmp_path: Path, name: str, dtype: str) -> None:
+    compare_steps(tmp_path, name, dtype, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral", "gpt_oss"])
+def test_at_level_full_nothing_changes_a_bit_on_a_gpu(tmp_path: Path, name: str) -> None:
+    compare_steps(tmp_path, name, "bfloat16", device="cuda", attn_backend="triton")
+
+
+def compare_steps(tmp_path: Path, name: str, dtype: str, **more: Any) -> None:
     """By itself and in a batch, in chunks, after hits, as a prompt that was written before, after preemption, with drafts."""
     save_random(FULL[name], tmp_path)
     random, length = Random(name), 20
@@ -167,7 +177,7 @@ def test_at_level_full_nothing_that_a_step_does_changes_a_bit(tmp_path: Path, na
 
     def engine(**options: Any) -> EngineLoop:
         given = {"deterministic": "full", "dtype": dtype, "max_model_len": 128, "max_num_seqs": 16, "skip_tokenizer_init": True}
-        return llm(tmp_path, **{**given, "async_scheduling": False, **options}).engine
+        return llm(tmp_path, **{**given, "async_scheduling": False, **more, **options}).engine
 
     base = engine(enable_prefix_caching=False)
     alone = [observed(base, [prompt], length)[0] for prompt in prompts]
@@ -189,7 +199,7 @@ def test_at_level_full_nothing_that_a_step_does_changes_a_bit(tmp_path: Path, na
         assert torch.equal(rows[0], wanted[-1])
     drafting = engine(speculate="ngram")
     compare(observed(drafting, prompts, length))
-    if name == "qwen3":
+    if name == "qwen3" and more["device"] == "cpu":
         small = engine(kv_cache_memory="170KiB")
         compare(observed(small, prompts, length))
         assert small.stats.num_preemptions
