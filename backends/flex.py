@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache as memo
 from typing import Any
 
@@ -85,10 +85,7 @@ class FlexAttention(AttentionBackend):
         self._slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=spec.device)
         heads = torch.arange(spec.num_heads, device=spec.device)
         given = vars(spec.rule.params(heads))
-        own = {each.name: getattr(spec.rule, each.name) for each in fields(spec.rule)}  # type: ignore[arg-type]
-        self._values = {
-            name: (value, isinstance(own[name], tuple) and isinstance(value, Tensor)) for name, value in given.items()
-        }
+        self._values = {name: (value, name in spec.rule.per_head) for name, value in given.items()}
         """Parameters of the rule, and True for those with one number for each head."""
         q_pos, k_pos = torch.zeros(1, 2, 1, dtype=torch.int64), torch.zeros(1, 1, 3, dtype=torch.int64)
         heads = heads.cpu()[:, None, None]

@@ -120,12 +120,7 @@ def inlines(rule: AttentionRule | None) -> Support:
 def _stored(rule: AttentionRule) -> list[tuple[str, Tensor | Sequence[float]]]:
     """Return the parameters that functions read from memory: tensors, and numbers for each head."""
     values = ((each.name, getattr(rule, each.name)) for each in fields(rule))  # type: ignore[arg-type]
-    numbers = (int, float)
-    return [
-        (name, value)
-        for name, value in values
-        if isinstance(value, Tensor) or (isinstance(value, tuple) and all(isinstance(each, numbers) for each in value))
-    ]
+    return [(name, value) for name, value in values if isinstance(value, Tensor) or name in rule.per_head]
 
 
 def _numbers(value: Tensor | Sequence[float]) -> Tensor:

@@ -99,6 +99,11 @@ class AttentionRule:
         """Number of query heads that the first `PerHead` parameter is for, or None without such a parameter."""
         return next((len(value) for field, value in self._fields() if _is_per_head(field)), None)
 
+    @property
+    def per_head(self) -> frozenset[str]:
+        """Names of the parameters with one number for each query head."""
+        return frozenset(field.name for field, _ in self._fields() if _is_per_head(field))
+
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits of SHA-256 over the source of the class, the functions and values of its module that it uses, and
