@@ -398,6 +398,10 @@ class _Recorder(TorchDispatchMode):
             self.writer.needs_wide = True
         text = _OPERATIONS[name](_Call(self, name, values, dtype, args, kwargs))
         natural = name in _NATURAL and all(value.natural for value in values[: _NATURAL[name]])
+        if name in ("and", "bitwise_and"):
+            natural = any(value.natural for value in values)
+        elif name == "sub":  # a query sees no later key, and results for other keys are not used
+            natural = [value.text for value in values] == ["q_pos", "k_pos"] and "alpha" not in kwargs
         return self.writer.assign(text, dtype, depends, natural)
 
 
@@ -423,6 +427,17 @@ class _Call:
     def text(self, number: int, dtype: torch.dtype | None = None) -> str:
         """Return an operand's expression in a type. Default: the result's."""
         return self.recorder._cast(self.values[number], dtype or self.dtype)
+
+    def inverse(self, number: int) -> str:
+        """Return 1 / operand, computed once per query tile, for operands that do not depend on keys. A division per score would
+        take as long as an exponential."""
+        divisor = self.values[number]
+        if divisor.number:
+            return repr(1.0 / divisor.number)
+        self.recorder.keyed = False
+        text = self.text(number)
+        self.recorder.keyed = True
+        return self.recorder._cast(self.recorder.writer.assign(f"1.0 / {text}", self.dtype, divisor.depends), self.dtype)
 
     @property
     def common(self) -> torch.dtype:
@@ -465,6 +480,8 @@ def _divided(call: _Call) -> str:
     """Write a division. Integers are rounded down, as in torch; Triton rounds them towards zero."""
     mode = "floor" if call.name == "floor_divide" else call.kwargs.get("rounding_mode")
     a, b = call.text(0), call.text(1)
+    if mode is None and "score" in call.values[0].depends and not call.values[1].depends & KEYED:
+        return f"{a} * {call.inverse(1)}"
     if call.dtype.is_floating_point:
         return f"{a} / {b}" if mode is None else f"tl.floor({a} / {b})" if mode == "floor" else _refuse("div with trunc")
     if mode == "trunc" or all(value.natural for value in call.values):
@@ -577,5 +594,6 @@ _OPERATIONS: dict[str, Callable[[_Call], str]] = {
 """Operations that Triton inlines: how each is written."""
 _SAME = ("alias", "detach", "clone", "lift_fresh", "lift_fresh_copy")  # Operations that return their operand
 _FILLED = ("ones_like", "zeros_like", "full_like", "scalar_tensor")  # Operations whose results are numbers
-_NATURAL = {"add": 2, "floor_divide": 2, "remainder": 2, "minimum": 2, "maximum": 2, "to_copy": 1, "rshift": 2, "and": 2}
+_NATURAL = dict.fromkeys(("add", "floor_divide", "remainder", "minimum", "maximum", "rshift", "bitwise_right_shift"), 2)
+_NATURAL |= {"or": 2, "xor": 2, "bitwise_or": 2, "bitwise_xor": 2, "to_copy": 1, "clamp": 3, "clamp_min": 2, "clamp_max": 2}
 """Operations that return no negative integers if the first operands are not negative, and the number of these operands."""

@@ -182,32 +182,31 @@ def rules(
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Time attention rules in triton and flex on a GPU, after checking each result against float64."""
-    device, timer, cells = resolve_device("cuda"), Timer(warmup_ms, rep_ms), []
+    device, timer = resolve_device("cuda"), Timer(warmup_ms, rep_ms)
     console = Terminal()
     console = console if console.is_terminal else Terminal(width=_WIDTH)
-    with torch.inference_mode():
-        for text in case or CASES:
-            longest = max(kv_len for _, kv_len in parse_case(text))
-            for name, rule in rules_of(32, longest).items():
-                for kind in BLOCK_SIZES:
-                    if not backend or kind.name in backend:
-                        given = Causal() if kind is FlexAttention and rule is None else rule
-                        cells.append(measure(kind, name, given, text, timer))
-                        torch.cuda.empty_cache()
-            console.print(table_of(text, cells))
     report = RulesReport(
         command=command_line("python", "-m", "headway.bench.studies.rules"),
         origin=Origin.here(),
         device=identify_device(device),
         layer="32/8 heads x 128 bfloat16",
-        cells=cells,
+        cells=[],
     )
     console.print(f"{report.device.name}, torch {report.device.torch}, {report.layer}", highlight=False)
-    for cell in cells:
-        if cell.reason:
-            console.print(f"{cell.backend}, {cell.case}, {cell.rule}: {cell.reason}", highlight=False, markup=False)
-    if output is not None:
-        write_json(report, output)
+    for text in case or CASES:
+        for name, rule in rules_of(32, max(kv_len for _, kv_len in parse_case(text))).items():
+            for kind in BLOCK_SIZES:
+                if not backend or kind.name in backend:
+                    given = Causal() if kind is FlexAttention and rule is None else rule
+                    with torch.inference_mode():
+                        report.cells.append(measure(kind, name, given, text, timer))
+                    torch.cuda.empty_cache()
+        console.print(table_of(text, report.cells))
+        for cell in report.cells:
+            if cell.reason and cell.case == text:
+                console.print(f"{cell.backend}, {cell.rule}: {cell.reason}", highlight=False, markup=False)
+        if output is not None:
+            write_json(report, output)
 
 
 def table_of(text: str, cells: list[RuleCell]) -> Table:

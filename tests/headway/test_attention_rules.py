@@ -187,6 +187,15 @@ def test_a_rule_equals_its_formula_with_chunks_hits_and_drafts(name: str, model:
     assert llm.engine.stats.num_draft_tokens > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_equals_its_formula_in_graphs_on_a_gpu(name: str, model: tuple[str, Any]) -> None:
+    folder, reference = model
+    options: dict[str, Any] = {"max_num_batched_tokens": 24, "block_size": 16, "speculate": "ngram", "device": "cuda"}
+    llm = engine(folder, RULES[name], attn_backend="sdpa" if name in (*SPARSE, "PrefixLM") else "triton", **options)
+    assert [output.num_cached_tokens >= 20 for output in held(llm, reference, name)] == [False, True, True, True]
+
+
 QUICK = ("Documents", "HeadWindows", "PrefixLM", "MoBA")
 
 
