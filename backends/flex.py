@@ -90,6 +90,7 @@ class FlexAttention(AttentionBackend):
         q_pos, k_pos = torch.zeros(1, 2, 1, dtype=torch.int64), torch.zeros(1, 1, 3, dtype=torch.int64)
         heads = heads.cpu()[:, None, None]
         shape = spec.rule.mask(q_pos, k_pos, heads, spec.rule.params(heads)).shape
+        self._has_tables = any(isinstance(value, Tensor) for value, _ in self._values.values())
         self._mask_by_head = len(shape) == 3 and shape[0] > 1
 
     @classmethod
@@ -241,9 +242,13 @@ class FlexAttention(AttentionBackend):
         if self._compiles and shape not in self._compiled:
             self._compiled.add(shape)
             announce_compilation(f"flex_attention {shape}")
-        options = {"BLOCK_N": min(self.block_size, 64)} if self._compiles and plan.paged else None
+        options: dict[str, int] = {}
+        if self._compiles and plan.paged:
+            options = {"BLOCK_N": min(self.block_size, 64)}
+        elif self._compiles and self._has_tables:  # a third stage of their elements exceeds shared memory
+            options = {"num_stages": 2}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
             gqa = self.spec.group_size > 1
-            found = self._attend(tiles, key, value, changed, mask, self.spec.scale, gqa, False, options)
+            found = self._attend(tiles, key, value, changed, mask, self.spec.scale, gqa, False, options or None)
         out.copy_(found.transpose(1, 2).flatten(0, 1).index_select(0, plan.places))
