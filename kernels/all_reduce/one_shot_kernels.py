@@ -9,21 +9,15 @@ data of the next call, which this rank sends after the reset.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import Final, Self
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, RankGroup
-from headway.core.contract.support import YES, Support
-from headway.kernels.all_reduce.peer_memory import PeerMemory
-from headway.kernels.runtime.triton_launch import FixedLauncher
+from headway.core.contract.ranks import AllReduceCapabilities
+from headway.kernels.all_reduce.peer_kernel import WORD, PeerAllReduce
 
 
 @triton.jit(do_not_specialize=["words", "rank"])
@@ -109,109 +103,37 @@ CAPACITY: Final = 2**19
 NOTHING: Final = 0x8000
 """Value that marks 16 bits of shared memory as not yet written."""
 _BLOCK_BYTES: Final = 4096
-_WORD: Final = 16
-"""Bytes per load and store. The size of a tensor, in bytes, must be a multiple of this number."""
 _WIDE: Final = (tl.int32, -0x7FFF8000, -0x7FFF7FFF)  # sends one tiny (denormal) number instead of another
 _NARROW: Final = (tl.int16, -0x8000, 0)  # sends 0 instead of -0
 _BITS: Final = {torch.float32: _WIDE, torch.bfloat16: _NARROW, torch.float16: _NARROW}
 
 
-def shared_bytes(size: int) -> int:
-    """Return the number of bytes that each of `size` ranks shares with the other ranks."""
-    return 3 * size * CAPACITY
-
-
-class OneShotAllReduce(AllReduceKernel):
-    """All-reduce in one launch through memory that every rank can write. It can be captured in a CUDA graph."""
+class OneShotAllReduce(PeerAllReduce):
+    """All-reduce of small tensors, rounded once."""
 
     name = "one_shot"
     capabilities = AllReduceCapabilities(types=tuple(_BITS), max_bytes=CAPACITY)
-    graph_level = GraphLevel.ANY
+    kernel = sum_over_ranks
+    num_warps = 8
+    num_states = 3
+    initial = NOTHING
 
     @classmethod
-    def supports(cls, spec: RankGroup) -> Support:
-        """Return whether every GPU of the group can access the memory of all other GPUs."""
-        if not (claimed := super().supports(spec)):
-            return claimed
-        if (disabled := os.environ.get("NCCL_P2P_DISABLE", "0")) != "0":
-            return Support.no("NCCL_P2P_DISABLE", "0, so that GPUs may reach each other's memory", disabled)
-        own, there = spec.device.index, torch.cuda.device_count()
-        others = (other for other in range(spec.size) if other != own)
-        unreached = [other for other in others if other >= there or not torch.cuda.can_device_access_peer(spec.device, other)]
-        return (
-            Support.no("peer memory", "GPUs that reach each other's", f"GPU {own} without GPU {unreached[0]}")
-            if unreached
-            else YES
-        )
+    def shared_bytes(cls, size: int) -> int:
+        return 3 * size * CAPACITY
 
     @classmethod
-    def join(cls, group: RankGroup) -> Self:
-        memory = PeerMemory(group, shared_bytes(group.size), NOTHING)
-        return cls(group.rank, group.device, memory.addresses, memory, torch.cuda.Stream(group.device))
+    def num_programs(cls, size: int, num_bytes: int) -> int:
+        return triton.cdiv(num_bytes, _BLOCK_BYTES)
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        addresses: Sequence[int],
-        keeps: object,
-        side: torch.cuda.Stream | None = None,
-        block_bytes: int = _BLOCK_BYTES,
-    ) -> None:
-        """Prepare the state of a rank.
-
-        addresses: address on this device of every rank's shared memory, filled with NOTHING. keeps: object that owns the
-            memory. side: a stream without other work, so that `abort` can run while a launch waits; required on a GPU.
-            block_bytes: bytes per program, a power of two.
-        """
-        self._block_bytes = block_bytes
-        self._rank = rank
-        self._size = len(addresses)
-        self._device = device
-        self._keeps = keeps
-        self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._state = torch.zeros(3, dtype=torch.int32, device=device)
-        self._ended = torch.zeros(1, dtype=torch.int32, device=device)
-        self._launchers: dict[tuple[torch.dtype, bool], FixedLauncher] = {}
-        self._side = side
-
-    def takes(self, x: Tensor) -> bool:
-        """Return whether a tensor is supported: contiguous, not empty, and with a size that is a multiple of 16 bytes."""
-        return super().takes(x) and x.nbytes > 0 and x.nbytes % _WORD == 0 and x.is_contiguous()
-
-    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the sum of x over ranks, in place. With `onto`, add the sum to `onto` in place, rounded once, and return it."""
-        adds = onto is not None
-        launch = self._launchers.get((x.dtype, adds))
-        if launch is None:
-            bits, nothing, instead = _BITS[x.dtype]
-            constants = {
-                "SIZE": self._size,
-                "CAPACITY": CAPACITY // x.itemsize,
-                "BLOCK": self._block_bytes // x.itemsize,
-                "EACH": _WORD // x.itemsize,
-                "BITS": bits,
-                "NOTHING": nothing,
-                "INSTEAD": instead,
-                "ONTO": adds,
-            }
-            launch = self._launchers[x.dtype, adds] = FixedLauncher(sum_over_ranks, 8, self._device, constants)
-        y = x if onto is None else onto
-        grid = triton.cdiv(x.nbytes, self._block_bytes), 1, 1
-        launch(
-            grid,
-            x_ptr=x,
-            onto_ptr=y,
-            y_ptr=y,
-            buffers_ptr=self._buffers,
-            state_ptr=self._state,
-            ended_ptr=self._ended,
-            words=x.nbytes // _WORD,
-            rank=self._rank,
-        )
-        return y
-
-    def abort(self) -> None:
-        """End launches that wait for other ranks; their sums are undefined. Thread-safe."""
-        with torch.cuda.stream(self._side):
-            self._ended.fill_(1)
+    @classmethod
+    def constants(cls, dtype: torch.dtype) -> dict[str, Any]:
+        bits, nothing, instead = _BITS[dtype]
+        return {
+            "CAPACITY": CAPACITY // dtype.itemsize,
+            "BLOCK": _BLOCK_BYTES // dtype.itemsize,
+            "EACH": WORD // dtype.itemsize,
+            "BITS": bits,
+            "NOTHING": nothing,
+            "INSTEAD": instead,
+        }

@@ -27,10 +27,10 @@ class _Handle(ctypes.Structure):
 class PeerMemory:
     """GPU memory that all ranks share, mapped at addresses of this rank. The memory is freed when the object is deleted."""
 
-    def __init__(self, group: RankGroup, num_bytes: int, word: int) -> None:
+    def __init__(self, group: RankGroup, name: str, num_bytes: int, word: int) -> None:
         """Allocate `num_bytes` on every rank. All ranks must call this, each with a different GPU.
 
-        word: initial value of every 16 bits.
+        name: name of the memory, unique within the group. word: initial value of every 16 bits.
         :raises RuntimeError: if the driver cannot allocate or share the memory.
         """
         driver, rank, size, device, store = _driver(), group.rank, group.size, group.device, group.store
@@ -44,18 +44,18 @@ class PeerMemory:
             _check(driver, driver.cuMemsetD16_v2(own, ctypes.c_ushort(word), ctypes.c_size_t(num_bytes // 2)))
             torch.cuda.synchronize(device)
             _check(driver, driver.cuIpcGetMemHandle(ctypes.byref(handle), own))
-            store.set(_key(rank), bytes(handle).hex())
+            store.set(_key(name, rank), bytes(handle).hex())
             for other in range(size):
                 if other != rank:
-                    theirs, address = _Handle.from_buffer_copy(bytes.fromhex(store.get(_key(other)).decode())), ctypes.c_uint64()
+                    theirs, address = _Handle.from_buffer_copy(bytes.fromhex(store.get(_key(name, other)).decode())), ctypes.c_uint64()
                     _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, _LAZY_PEER_ACCESS))
                     addresses[other] = address.value
         self.addresses: Sequence[int] = addresses
         """Address of each rank's memory on this rank's GPU."""
 
 
-def _key(rank: int) -> str:
-    return f"headway/peer_memory/{rank}"
+def _key(name: str, rank: int) -> str:
+    return f"headway/peer_memory/{name}/{rank}"
 
 
 def _driver() -> Any:

@@ -176,7 +176,7 @@ def test_the_fastest_way_serves_the_nearest_sizes() -> None:
 
 def test_sums_are_explained_as_linear_layers_are() -> None:
     kernels = create_registry(policy="none").of(ALL_REDUCE)
-    assert list(kernels.entries) == ["one_shot", "nccl", "gloo"]
+    assert list(kernels.entries) == ["one_shot", "two_shot", "nccl", "gloo"]
     found = explain_sums(kernels, RankGroup(0, 2, CPU))
     assert (found["ways"], found["by"], found["refused"]) == ({1: "gloo"}, "no other kernel runs here", {})
     (row,) = kernel_section(found).rows

@@ -196,8 +196,10 @@ def _wrong(ranks: TorchRanks, kernel: AllReduceKernel) -> str:
     """Return a description of how a kernel's sums differ from sums over gathered tensors, or "" if the kernel's sums are
     correct."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    for number, count in enumerate((8, 5000, 200_000, 24, 100_000, 48, 2**18)):
+    for number, count in enumerate((8, 5000, 200_000, 24, 100_000, 48, 2**18, 2**24 + 8, 2**23 + 24)):
         x = torch.empty(count, dtype=torch.bfloat16, device=ranks.device).normal_(generator=generator)
+        if not kernel.takes(x):
+            continue
         expected = ranks.all_gather(x).float().sum(0)
         onto = torch.full_like(x, 3.0) if number % 2 else None
         found = kernel(x, onto).clone()

@@ -19,7 +19,7 @@ from headway.core.system.shared_ring import LifeSigns
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-SIZES: Final = tuple(2**n for n in range(10, 24))
+SIZES: Final = tuple(2**n for n in range(10, 27))
 """Tensor sizes in bytes at which all-reduce is measured. Tensors of other sizes use the kernel chosen for the nearest size, by
 ratio."""
 BYTES: Final = CountAxis("bytes", SIZES, nearest=True)

@@ -9,10 +9,10 @@ pytestmark = pytest.mark.gpu
 
 
 def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
-    from headway.kernels.all_reduce.one_shot_kernels import CAPACITY, NOTHING, OneShotAllReduce, shared_bytes
+    from headway.kernels.all_reduce.one_shot_kernels import CAPACITY, NOTHING, OneShotAllReduce
 
     device = torch.device("cuda", 0)
-    shared = [torch.full((shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)]
+    shared = [torch.full((OneShotAllReduce.shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)]
     addresses = [each.data_ptr() for each in shared]
     ranks = [OneShotAllReduce(rank, device, addresses, each, torch.cuda.Stream()) for rank, each in enumerate(shared)]
     streams = [torch.cuda.Stream() for _ in ranks]
@@ -34,6 +34,45 @@ def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
         torch.cuda.synchronize()
         assert torch.equal(parts[0], parts[1])
         assert (parts[0].float() - expected).abs().max() <= expected.abs().max() * 2**-8
+    with torch.cuda.stream(streams[0]):
+        ranks[0](torch.ones(64, device=device, dtype=torch.bfloat16))  # whom nobody comes to meet
+    ranks[0].abort()
+    torch.cuda.synchronize()
+
+
+def test_two_shot_ranks_meet_and_an_end_is_not_waited_for() -> None:
+    from headway.kernels.all_reduce.two_shot_kernels import TwoShotAllReduce
+
+    class Half(TwoShotAllReduce):
+        """Few enough programs for two ranks on one GPU."""
+
+        num_states = 48
+
+    device = torch.device("cuda", 0)
+    shared = [torch.zeros(Half.shared_bytes(2), dtype=torch.uint8, device=device) for _ in range(2)]
+    addresses = [each.data_ptr() for each in shared]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for rank in range(2):  # the first launches compile, and would wait for a rank that cannot be launched meanwhile
+        first = Half(rank, device, addresses, None, torch.cuda.Stream())
+        first.abort()
+        first(torch.zeros(64, dtype=torch.bfloat16, device=device))
+        first(torch.zeros(64, dtype=torch.bfloat16, device=device), torch.zeros(64, dtype=torch.bfloat16, device=device))
+    torch.cuda.synchronize()
+    for each in shared:
+        each.zero_()
+    ranks = [Half(rank, device, addresses, None, torch.cuda.Stream()) for rank in range(2)]
+    for number, count in enumerate((64, 4096, 5_000_000, 2**24, 32, 2**22 + 8, 8, 8)):
+        parts = torch.randn(2, count, device=device, dtype=torch.bfloat16)
+        onto = torch.randn(count, device=device, dtype=torch.bfloat16).repeat(2, 1)
+        expected = parts.float().sum(0) + (onto[0].float() if number % 2 else 0.0)
+        torch.cuda.synchronize()
+        for rank, stream, part, residual in zip(ranks, streams, parts, onto, strict=True):
+            with torch.cuda.stream(stream):
+                rank(part, residual if number % 2 else None)
+        torch.cuda.synchronize()
+        found = onto if number % 2 else parts
+        assert torch.equal(found[0], found[1])
+        assert (found[0].float() - expected).abs().max() <= expected.abs().max() * 2**-7
     with torch.cuda.stream(streams[0]):
         ranks[0](torch.ones(64, device=device, dtype=torch.bfloat16))  # whom nobody comes to meet
     ranks[0].abort()

@@ -1,11 +1,15 @@
-"""Our all-reduce in Triton's interpreter."""
+"""Our all-reduce kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
+from torch import Tensor
 
-from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce, shared_bytes
+from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce
+from headway.kernels.all_reduce.two_shot_kernels import TwoShotAllReduce
 
 SIZE = 3
 
@@ -13,7 +17,7 @@ SIZE = 3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_last_to_come_finds_what_all_have_given(dtype: torch.dtype) -> None:
     """One launch after the other cannot wait for later ones, so that all but the last are told not to."""
-    shared = [torch.full((shared_bytes(SIZE) // 2,), NOTHING - 2**16, dtype=torch.int16) for _ in range(SIZE)]
+    shared = [torch.full((OneShotAllReduce.shared_bytes(SIZE) // 2,), NOTHING - 2**16, dtype=torch.int16) for _ in range(SIZE)]
     addresses = [each.data_ptr() for each in shared]
     *others, last = (OneShotAllReduce(rank, torch.device("cpu"), addresses, each) for rank, each in enumerate(shared))
     for other in others:
@@ -33,3 +37,50 @@ def test_the_last_to_come_finds_what_all_have_given(dtype: torch.dtype) -> None:
         # The interpreter cuts bits off where a GPU rounds.
         assert (found.double() - expected).abs().max() <= expected.abs().max() * (1e-6 if dtype == torch.float32 else 2**-7)
         assert onto is None or found is onto
+
+
+class SmallTwoShot(TwoShotAllReduce):
+    """Two programs and small tiles, so that each program works on several."""
+
+    num_states = 2
+    block_bytes = 512
+
+
+COUNTS = ((5000, False), (16, True), (4000, True), (8, False), (2400, True), (7000, False))
+
+
+def sum_all(rank: int, addresses: list[int], parts: list[Tensor], onto: list[Tensor]) -> None:
+    """Run one rank: every sum replaces the rank's row of `parts`, or is added to its row of `onto`."""
+    torch.set_num_threads(1)
+    kernel = SmallTwoShot(rank, torch.device("cpu"), addresses, None)
+    for (_, adds), part, residual in zip(COUNTS, parts, onto, strict=True):
+        assert kernel.takes(part[rank])
+        kernel(part[rank], residual[rank] if adds else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_shot_gives_all_ranks_the_sums(dtype: torch.dtype) -> None:
+    """Each rank is a process, forked so that addresses are the same in all of them."""
+    shared = [torch.zeros(SmallTwoShot.shared_bytes(SIZE), dtype=torch.uint8).share_memory_() for _ in range(SIZE)]
+    parts = [torch.randn(SIZE, count).to(dtype).share_memory_() for count, _ in COUNTS]
+    onto = [torch.randn(count).to(dtype).repeat(SIZE, 1).share_memory_() for count, _ in COUNTS]
+    expected = [part.double().sum(0) + (first[0].double() if adds else 0.0) for part, first, (_, adds) in zip(parts, onto, COUNTS)]
+    fork, addresses = multiprocessing.get_context("fork"), [each.data_ptr() for each in shared]
+    ranks = [fork.Process(target=sum_all, args=(rank, addresses, parts, onto), daemon=True) for rank in range(SIZE)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0] * SIZE
+    for (_, adds), part, residual, right in zip(COUNTS, parts, onto, expected, strict=True):
+        found = residual if adds else part
+        assert all(torch.equal(row, found[0]) for row in found)
+        # The interpreter cuts bits off where a GPU rounds.
+        assert (found[0].double() - right).abs().max() <= right.abs().max() * (1e-6 if dtype == torch.float32 else 2**-6)
+
+
+def test_two_shot_ends_without_the_other_ranks() -> None:
+    shared = [torch.zeros(SmallTwoShot.shared_bytes(SIZE), dtype=torch.uint8) for _ in range(SIZE)]
+    kernel = SmallTwoShot(0, torch.device("cpu"), [each.data_ptr() for each in shared], None)
+    kernel.abort()
+    kernel(torch.ones(5000))

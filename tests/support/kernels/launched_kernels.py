@@ -24,6 +24,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
+from headway.kernels.all_reduce.two_shot_kernels import TwoShotAllReduce
 from headway.kernels.experts.bound import BoundExperts
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import spec_of
@@ -159,10 +160,11 @@ def gate_outputs(dtype: torch.dtype) -> None:
 
 
 def sum_over_two_ranks(dtype: torch.dtype) -> None:
-    """Run an all-reduce, alone and added to a residual stream."""
-    ranks, x = OneShotAllReduce(0, GPU, [0, 0], None), torch.empty(4096, dtype=dtype, device=GPU)
-    ranks(x)
-    ranks(x, torch.empty_like(x))
+    """Run each all-reduce kernel, with and without a residual stream."""
+    for kind in (OneShotAllReduce, TwoShotAllReduce):
+        ranks, x = kind(0, GPU, [0, 0], None), torch.empty(4096, dtype=dtype, device=GPU)
+        ranks(x)
+        ranks(x, torch.empty_like(x))
 
 
 def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: int = 1) -> None:
