@@ -27,6 +27,8 @@ from headway.core.contract.support import YES, Support
 
 BLOCK = 128
 """Number of queries per block of a mask, and of keys in a prompt. FlexAttention's default."""
+MASK_ELEMENTS = 2**24
+"""Maximum number of elements of a mask that are computed at once."""
 Places = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of (tile, query, slot) that returns the positions of the query and of the key, -1 if the slot is not of the
 sequence."""
@@ -51,6 +53,31 @@ class FlexPlan:
     paged: bool
 
 
+def block_mask(visible: Callable[..., Tensor], heads: int, length: int, device: torch.device) -> Any:
+    """Return the block mask of a sequence: the blocks of keys that a block of queries sees in part, and those that it sees whole.
+
+    The mask is computed in parts, without torch.compile: for 16,384 tokens, `create_block_mask` makes a kernel that compiles for
+    minutes.
+
+    visible: FlexAttention's mask_mod. heads: number of heads with their own masks.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    keys, step = torch.arange(length, device=device), BLOCK * max(MASK_ELEMENTS // (BLOCK * length), 1)
+    some, whole = torch.empty(2, 1, heads, length // BLOCK, length // BLOCK, dtype=torch.bool, device=device)
+    for head in range(heads):
+        for queries in keys[:, None].split(step):
+            seen = visible(keys[:1], torch.full_like(keys[:1], head), queries, keys)
+            blocks = seen.expand(len(queries), -1).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+            first = int(queries[0]) // BLOCK
+            some[0, head, first : first + len(blocks)] = blocks.any(3).any(1)
+            whole[0, head, first : first + len(blocks)] = blocks.all(3).all(1)
+    given: list[Any] = []
+    for part in (some & ~whole, whole):
+        given += [part.sum(3, dtype=torch.int32), part.int().argsort(dim=3, descending=True, stable=True).int()]
+    return BlockMask.from_kv_blocks(*given, BLOCK, visible, (length, length), False)
+
+
 class FlexAttention(AttentionBackend):
     """All phases of layers with an attention rule. Sizes are rounded up, since torch compiles a kernel for each size."""
 
@@ -69,17 +96,15 @@ class FlexAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import flex_attention
 
         assert spec.rule is not None
         self._compiles = spec.device.type == "cuda"
         self._attend: Any = flex_attention
-        self._create_mask: Any = create_block_mask
         if self._compiles:
             config: Any = torch._dynamo.config
             config.recompile_limit = config.accumulated_recompile_limit = 2**16  # more shapes than 8
             self._attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-            self._create_mask = torch.compile(create_block_mask, dynamic=False)
         self._compiled: set[tuple[int, ...]] = set()
         self._rule = spec.rule
         self._slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=spec.device)
@@ -96,7 +121,7 @@ class FlexAttention(AttentionBackend):
     @classmethod
     def available(cls) -> Support:
         try:
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: F401
+            from torch.nn.attention.flex_attention import flex_attention  # noqa: F401
         except ImportError as error:
             return Support.no("torch", "a release with torch.nn.attention.flex_attention", error)
         return YES
@@ -135,8 +160,7 @@ class FlexAttention(AttentionBackend):
             return positions[query], torch.where(owner[query] == owner[slot], positions[slot], -1)
 
         visible, changed = self._mods(places)
-        heads = self.spec.num_heads if self._mask_by_head else None
-        mask = self._create_mask(visible, None, heads, padded, padded, device=str(device), BLOCK_SIZE=BLOCK)
+        mask = block_mask(visible, self.spec.num_heads if self._mask_by_head else 1, padded, device)
         tokens = torch.arange(padded, device=device)
         return FlexPlan(lambda _: (mask, changed), tokens.clamp(max=count - 1), tokens[:count], padded, paged=False)
 

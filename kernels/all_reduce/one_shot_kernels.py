@@ -124,7 +124,7 @@ class OneShotAllReduce(PeerAllReduce):
 
     @classmethod
     def num_programs(cls, size: int, num_bytes: int) -> int:
-        return triton.cdiv(num_bytes, _BLOCK_BYTES)
+        return -(-num_bytes // _BLOCK_BYTES)
 
     @classmethod
     def constants(cls, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Two-shot all-reduce: in one launch, each rank sums its share of the elements for all ranks and sends them the sums.
 
 A program works on one tile after the other: it writes each rank's share of the tile to that rank, waits for its own share from
-the other ranks, sums it, writes the sums to the other ranks, and waits for theirs. The n-th program of each rank works on the same
-tiles, has its own part of the shared memory, and meets only the n-th programs of the other ranks.
+the other ranks, sums it, writes the sums to the other ranks, and waits for theirs. The n-th program of each rank works on the
+same tiles, has its own part of the shared memory, and meets only the n-th programs of the other ranks.
 
 A part is written again only after its reader has ended: a rank sends its sums after it has read the summands, and sends summands
 of the next tile after it has read the sums.
@@ -38,7 +38,7 @@ def sum_by_shares(
     ONTO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum the ranks' tensors in float32, in rank order, and round once. Grid (at most PROGRAMS); all programs must run at once."""
+    """Sum the ranks' tensors in float32, in rank order, and round once. Grid (at most PROGRAMS); all must run at once."""
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     # The multiplication shows the compiler that the mask never splits a word; see `sum_over_ranks`.
@@ -109,9 +109,7 @@ def _await(flag_ptr, ended_ptr, turn):
     """Wait until a flag has reached `turn`. The difference stays right when numbers overflow."""
     late = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - turn
     while late < 0:
-        late = tl.where(
-            tl.load(ended_ptr, volatile=True) == 0, tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - turn, 0
-        )
+        late = tl.where(tl.load(ended_ptr, volatile=True) == 0, tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - turn, 0)
     tl.debug_barrier()
 
 
@@ -136,7 +134,7 @@ class TwoShotAllReduce(PeerAllReduce):
 
     @classmethod
     def num_programs(cls, size: int, num_bytes: int) -> int:
-        return min(cls.num_states, triton.cdiv(num_bytes, size * cls.block_bytes))
+        return min(cls.num_states, -(-num_bytes // (size * cls.block_bytes)))
 
     @classmethod
     def constants(cls, dtype: torch.dtype) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from attention_rules import RULES, Document, expected
 from backend_cases import CASES, case_of, spec
-from headway.backends.flex import FlexAttention, FlexPlan
+from headway.backends.flex import BLOCK, FlexAttention, FlexPlan, block_mask
 from headway.bench.studies.rules import error_of, rules_of
 from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -102,3 +103,18 @@ def test_the_study_of_rules_checks_results(name: str, text: str) -> None:
     out = run_backend(FlexAttention(layer, NHD, 16), made)
     assert error_of(made, out) < 1e-6
     assert error_of(made, run_backend(FlexAttention(spec(rule=Plain()), NHD, 16), made)) > 1e-3
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_blocks_of_a_mask_are_those_of_torch(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.backends.flex.MASK_ELEMENTS", 2**18)  # several parts
+    owner = torch.arange(1024) // 300
+
+    def visible(tile: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return (slot <= query) & (query - slot < 200 + 100 * head) & (owner[query] == owner[slot])
+
+    found = block_mask(visible, heads, 1024, torch.device("cpu"))
+    right = create_block_mask(visible, None, heads, 1024, 1024, device="cpu", BLOCK_SIZE=BLOCK)
+    for blocks, numbers in (("kv_indices", "kv_num_blocks"), ("full_kv_indices", "full_kv_num_blocks")):
+        assert torch.equal(getattr(found, numbers), getattr(right, numbers))
+        assert torch.equal(getattr(found, blocks), getattr(right, blocks))

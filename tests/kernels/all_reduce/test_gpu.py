@@ -12,7 +12,9 @@ def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
     from headway.kernels.all_reduce.one_shot_kernels import CAPACITY, NOTHING, OneShotAllReduce
 
     device = torch.device("cuda", 0)
-    shared = [torch.full((OneShotAllReduce.shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)]
+    shared = [
+        torch.full((OneShotAllReduce.shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)
+    ]
     addresses = [each.data_ptr() for each in shared]
     ranks = [OneShotAllReduce(rank, device, addresses, each, torch.cuda.Stream()) for rank, each in enumerate(shared)]
     streams = [torch.cuda.Stream() for _ in ranks]

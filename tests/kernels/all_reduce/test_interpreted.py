@@ -64,7 +64,8 @@ def test_two_shot_gives_all_ranks_the_sums(dtype: torch.dtype) -> None:
     shared = [torch.zeros(SmallTwoShot.shared_bytes(SIZE), dtype=torch.uint8).share_memory_() for _ in range(SIZE)]
     parts = [torch.randn(SIZE, count).to(dtype).share_memory_() for count, _ in COUNTS]
     onto = [torch.randn(count).to(dtype).repeat(SIZE, 1).share_memory_() for count, _ in COUNTS]
-    expected = [part.double().sum(0) + (first[0].double() if adds else 0.0) for part, first, (_, adds) in zip(parts, onto, COUNTS)]
+    added = [first[0].double() * adds for first, (_, adds) in zip(onto, COUNTS, strict=True)]
+    expected = [part.double().sum(0) + first for part, first in zip(parts, added, strict=True)]
     fork, addresses = multiprocessing.get_context("fork"), [each.data_ptr() for each in shared]
     ranks = [fork.Process(target=sum_all, args=(rank, addresses, parts, onto), daemon=True) for rank in range(SIZE)]
     for process in ranks:
