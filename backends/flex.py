@@ -66,16 +66,17 @@ def block_mask(visible: Callable[..., Tensor], heads: int, length: int, device: 
     keys, step = torch.arange(length, device=device), BLOCK * max(MASK_ELEMENTS // (BLOCK * length), 1)
     some, whole = torch.empty(2, 1, heads, length // BLOCK, length // BLOCK, dtype=torch.bool, device=device)
     for head in range(heads):
-        for queries in keys[:, None].split(step):
+        for number, queries in enumerate(keys[:, None].split(step)):
             seen = visible(keys[:1], torch.full_like(keys[:1], head), queries, keys)
             blocks = seen.expand(len(queries), -1).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-            first = int(queries[0]) // BLOCK
-            some[0, head, first : first + len(blocks)] = blocks.any(3).any(1)
-            whole[0, head, first : first + len(blocks)] = blocks.all(3).all(1)
-    given: list[Any] = []
+            rows = slice(number * step // BLOCK, number * step // BLOCK + len(blocks))
+            some[0, head, rows] = blocks.any(3).any(1)
+            whole[0, head, rows] = blocks.all(3).all(1)
+    given: Any = []
     for part in (some & ~whole, whole):
         given += [part.sum(3, dtype=torch.int32), part.int().argsort(dim=3, descending=True, stable=True).int()]
-    return BlockMask.from_kv_blocks(*given, BLOCK, visible, (length, length), False)
+    given += [(BLOCK, BLOCK), visible, (length, length), False]
+    return BlockMask.from_kv_blocks(*given)
 
 
 class FlexAttention(AttentionBackend):

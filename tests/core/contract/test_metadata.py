@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.kernel import copy_elements
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.oracle.cases import parse_case
 from headway.integrations.dense import single_tokens
@@ -163,3 +164,12 @@ def test_they_are_laid_out_as_any_step(kv_lens: list[int], block_size: int) -> N
             assert one == other, field.name
     assert found.phase == expected.phase
     assert (found.query_lens, found.kv_lens) == ([1] * len(kv_lens), kv_lens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float64], ids=str)
+def test_elements_are_copied_whatever_the_strides(dtype: torch.dtype) -> None:
+    table = torch.arange(24).view(4, 6).to(dtype)
+    for source in (table, table.T, table[0, 0], table[:1, 0].expand(1), table[:, :1].expand(4, 3), table[::2, 1::2], table[:0]):
+        target = torch.empty(source.shape, dtype=dtype)
+        copy_elements(source, target)
+        assert torch.equal(target, source)
