@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.ranks import AllReduceCapabilities
-from headway.kernels.all_reduce.peer_kernel import WORD, PeerAllReduce
+from headway.kernels.all_reduce.peer_memory import WORD, PeerAllReduce
 
 
 @triton.jit(do_not_specialize=["words", "rank"])
