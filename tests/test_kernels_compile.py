@@ -149,7 +149,7 @@ def test_sums_over_ranks_copy_whole_words() -> None:
         for dtype in (BF16, FP16):
             sum_over_two_ranks(dtype)
     check(found)
-    assert narrow_copies(found) == {"sum_over_ranks": 0}
+    assert narrow_copies(found) == {"sum_over_ranks": 0, "sum_by_shares": 0}
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
         launch_every_kernel(("head 128", "head 128, rule", "int8 cache", "576/512"))
     check(found)
     assert found.kernels == launched_kernels()
-    assert len(found.kernels) == 56, "the number of kernels when this was written"
+    assert len(found.kernels) == 57, "the number of kernels when this was written"
 
 
 @pytest.mark.slow
