@@ -166,9 +166,15 @@ class NativeOperations(TorchOperations):
         self.functions = functions
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if norm.by_length is None or x.dim() != 2 or x.stride(1) != 1 or x.dtype not in TYPES:
-            return super().norm(x, norm)
-        out = x.new_empty(x.shape)
+        return super().norm(x, norm) if _needs_torch(x, norm) else self._norm(x, norm, x.new_empty(x.shape), adds=False)
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        if _needs_torch(x, norm) or residual.dtype != x.dtype or not residual.is_contiguous():
+            return super().add_norm(residual, x, norm)
+        return self._norm(x, norm, residual, adds=True)
+
+    def _norm(self, x: Tensor, norm: Norm, out: Tensor, adds: bool) -> Tensor:
+        """Store the norm of x in `out` or, with `adds`, add it to `out`. Return `out`."""
         (rows, size), (factors, least) = x.shape, _norm(norm)
         self.functions.norm(
             NormStruct(
@@ -180,6 +186,7 @@ class NativeOperations(TorchOperations):
                 norm=factors,
                 norm_least=least,
                 type=TYPES[x.dtype],
+                adds=adds,
             )
         )
         return out
@@ -288,6 +295,11 @@ class NativeOperations(TorchOperations):
 def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:
     """Return a layer's packed weight, or None if the weight is not packed or the C kernels cannot read x."""
     return linear.packed if linear.packed is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
+
+
+def _needs_torch(x: Tensor, norm: Norm) -> bool:
+    """Return whether the C kernels do not support a norm of x."""
+    return norm.by_length is None or x.dim() != 2 or x.stride(1) != 1 or x.dtype not in TYPES
 
 
 def _normed(norm: Norm | None) -> bool:

@@ -154,7 +154,9 @@ def test_steps_are_those_of_torch(dtype: torch.dtype, head_norms: bool, count: i
         assert close(native.norm_product(x, norm, layers[1][0], activation), simple.double(), tolerance)
     added = plain.add_product(residual.float(), x.float(), layers[2][1])
     assert close(native.add_product(residual.clone(), x, layers[2][0]), added.double(), tolerance)
-    assert close(native.norm(x, norm), plain.norm(x.float(), wide).double(), tolerance)
+    normed = plain.norm(x.float(), wide).double()
+    assert close(native.norm(x, norm), normed, tolerance)
+    assert close(native.add_norm(residual.clone(), x, norm), residual.double() + normed, tolerance)
 
 
 def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from headway.core.sampling.params import SamplingParams
 from headway.kernels.runtime.native.library import functions, native_support
@@ -12,6 +13,7 @@ from headway.llm import LLM
 
 pytest.importorskip("gguf")
 from gguf_block_models import save_block_model
+from plain_models import sizes
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
 PROMPTS = [[3, 4, 5], [7] * 20, list(range(30, 90))]
@@ -39,8 +41,13 @@ def written(folder: Path, repeats: bool, backend: str = "prefill=sdpa,decode=nat
     return found, recorded.repeated
 
 
-def test_repeated_steps_write_what_steps_in_python_write(tmp_path: Path) -> None:
-    save_block_model(tmp_path, dict.fromkeys(PRODUCTS, "Q8_0"))
+@pytest.mark.parametrize("norms_after", [False, True])
+def test_repeated_steps_write_what_steps_in_python_write(norms_after: bool, tmp_path: Path) -> None:
+    if norms_after:
+        shapes = sizes(160, 512, 512, 3, head_dim=128, sliding_window=16, sliding_window_pattern=2)
+        Gemma3ForCausalLM(Gemma3TextConfig(**shapes)).save_pretrained(tmp_path)
+    else:
+        save_block_model(tmp_path, dict.fromkeys(PRODUCTS, "Q8_0"))
     repeated, count = written(tmp_path, repeats=True)
     plain, none = written(tmp_path, repeats=False)
     assert repeated == plain

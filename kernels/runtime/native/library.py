@@ -211,7 +211,7 @@ class NormStruct(ctypes.Structure):
         *((name, c_int64) for name in ("rows", "ldx", "size")),
         ("norm", c_void_p),
         ("norm_least", c_double),
-        ("type", c_int32),
+        *((name, c_int32) for name in ("type", "adds")),
     )
 
 

@@ -294,10 +294,10 @@ typedef struct {
     void *out; // contiguous
     int64_t rows, ldx, size;
     Norm norm;
-    int32_t type;
+    int32_t type, adds;
 } NormRows;
 
-// Return RMSNorm of rows.
+// Store RMSNorm of rows in out, or add it to out.
 int headway_norm(const NormRows *n) {
     const float *weight = n->norm.weight;
     long size = n->size, type = n->type;
@@ -305,9 +305,14 @@ int headway_norm(const NormRows *n) {
     for (long r = 0; r < n->rows; r++) {
         float factor = norm_factor(n->x, type, r * n->ldx, size, (float)n->norm.least);
         long i = 0;
-        for (; i + WIDTH <= size; i += WIDTH)
-            store_any(n->out, type, r * size + i, load_any(n->x, type, r * n->ldx + i) * splat(factor) * load(weight + i));
-        for (; i < size; i++) store_one(n->out, type, r * size + i, load_one(n->x, type, r * n->ldx + i) * factor * weight[i]);
+        for (; i + WIDTH <= size; i += WIDTH) {
+            vf y = load_any(n->x, type, r * n->ldx + i) * splat(factor) * load(weight + i);
+            store_any(n->out, type, r * size + i, n->adds ? y + load_any(n->out, type, r * size + i) : y);
+        }
+        for (; i < size; i++) {
+            float y = load_one(n->x, type, r * n->ldx + i) * factor * weight[i];
+            store_one(n->out, type, r * size + i, n->adds ? y + load_one(n->out, type, r * size + i) : y);
+        }
     }
     return 0;
 }
