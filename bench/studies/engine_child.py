@@ -27,6 +27,23 @@ class Engine:
     generate: Generate
 
 
+def headway(request: dict[str, Any]) -> Engine:
+    """Return Headway's offline LLM, with its prefix cache emptied before each generation."""
+    from headway import LLM, SamplingParams
+
+    given = {name: request[name] for name in ("load_format", "dtype", "device", "max_model_len", "max_num_seqs")}
+    threads = request["threads"] if request["device"] == "cpu" else None
+    llm = LLM(request["model"], skip_tokenizer_init=True, num_threads=threads, **given)
+
+    def generate(prompts: Sequence[list[int]], output_lens: Sequence[int], temperature: float) -> list[int]:
+        llm.engine.forget_prefixes()
+        params = [SamplingParams(temperature=temperature, max_tokens=size, ignore_eos=True) for size in output_lens]
+        return [len(each.outputs[0].token_ids) for each in llm.generate(list(prompts), params, use_tqdm=False)]
+
+    chosen = ", ".join(f"{phase.value}: {name}" for phase, name in llm.engine.selection.names.items())
+    return Engine(metadata.version("headway"), f"{llm.num_threads} threads, {chosen}, prefix cache emptied", generate)
+
+
 def vllm(request: dict[str, Any]) -> Engine:
     """Return vLLM's offline LLM."""
     library: Any = import_module("vllm")
@@ -106,6 +123,7 @@ def transformers(request: dict[str, Any]) -> Engine:
 
 
 ENGINES: dict[str, tuple[str, Callable[[dict[str, Any]], Engine]]] = {
+    "headway": ("headway", headway),
     "vllm": ("vllm", vllm),
     "nano-vllm": ("nanovllm", nano_vllm),
     "transformers": ("transformers", transformers),

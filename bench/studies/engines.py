@@ -1,4 +1,4 @@
-"""Other engines on the workloads of `headway bench throughput`: `python -m headway.bench.studies.engines ENGINE`.
+"""Engines on the workloads of `headway bench throughput`: `python -m headway.bench.studies.engines ENGINES`.
 
 Each engine runs in its own process: engine_child.py with this Python, or llama_child.py with a Python that has llama-cpp-python.
 """
@@ -6,7 +6,7 @@ Each engine runs in its own process: engine_child.py with this Python, or llama_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +55,7 @@ class PeerOptions:
     python: str = "python3"
     """Python interpreter that has llama-cpp-python."""
     threads: int = 2
-    """Number of threads for llama.cpp."""
+    """Number of CPU threads for Headway and llama.cpp."""
 
     def __post_init__(self) -> None:
         if self.engine not in (*ENGINES, LLAMA):
@@ -131,31 +131,18 @@ def _child(options: PeerOptions) -> Child:
 def _request(
     options: PeerOptions, workloads: Sequence[RequestSet], device: torch.device, folder: str, vocab_size: int
 ) -> dict[str, Any]:
-    works = []
-    for workload in workloads:
-        drawn = workload.requests(vocab_size)
-        lens = {"prompts": drawn.prompts, "output_lens": drawn.output_lens}
-        works.append({"label": workload.label, "temperature": workload.temperature, **lens})
-    return {
-        "engine": options.engine,
-        "model": options.model,
+    works = [{"label": each.label, "temperature": each.temperature, **asdict(each.requests(vocab_size))} for each in workloads]
+    return asdict(options) | {
         "folder": folder,
-        "load_format": options.load_format,
-        "dtype": options.dtype,
         "device": str(device),
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "quantization": options.quantization,
-        "threads": options.threads,
         "max_model_len": max(workload.max_len for workload in workloads),
         "max_num_seqs": max(256, *(workload.batch_size for workload in workloads)),
-        "repeat": options.repeat,
-        "warmup": options.warmup,
         "workloads": works,
     }
 
 
 def engines(
-    engine: Annotated[str, typer.Argument(help="Engine: vllm, nano-vllm, transformers or llama.cpp.")],
+    engines: Annotated[str, typer.Argument(help="headway, vllm, nano-vllm, transformers, llama.cpp, or a list: headway,vllm.")],
     workload: Annotated[
         str | None, typer.Option(help="Named workload: nano (256 random prompts, as in nano-vllm's benchmark).")
     ] = None,
@@ -168,40 +155,33 @@ def engines(
         str, typer.Option(help="Model: a folder, a built-in shape (dummy), or a .gguf file (llama.cpp).")
     ] = "qwen3-0.6b",
     load_format: Annotated[str, typer.Option(help="Weights: auto, or dummy (random weights in the model's shapes).")] = "dummy",
-    dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16 or float16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Element type: float32, bfloat16, float16 or auto (as in the file).")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of GPUs (vLLM only).")] = 1,
     quantization: Annotated[str | None, typer.Option(help="Format to quantize plain weights to: fp8 (vLLM only).")] = None,
     python: Annotated[str, typer.Option(help="Python interpreter with llama-cpp-python.")] = "python3",
-    threads: Annotated[int, typer.Option(min=1, help="Number of llama.cpp threads.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads (Headway and llama.cpp).")] = 2,
     repeat: Annotated[int, typer.Option(min=1, help="Number of timed passes; the median is reported.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Number of untimed warm-up passes.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Measure another engine on the workloads of Headway's own benchmark."""
+    """Measure engines, one after the other, on the workloads of Headway's own benchmark."""
     err = Terminal(stderr=True)
     works = [Nano()] if workload == "nano" else random_workloads(batch_size, input_len, output_len, 0.0)
-    options = PeerOptions(
-        engine=engine,
-        model=model,
-        load_format=load_format,
-        dtype=dtype,
-        repeat=repeat,
-        warmup=warmup,
-        command=command_line("python", "-m", "headway.bench.studies.engines"),
-        tensor_parallel_size=tensor_parallel_size,
-        quantization=quantization,
-        python=python,
-        threads=threads,
-    )
-    with err.status(f"starting {engine}") as status:
-        found = run_peer(options, works, resolve_device(device), lambda label: status.update(f"{engine}: {label}"))
+    command = command_line("python", "-m", "headway.bench.studies.engines")
+    rest = tensor_parallel_size, quantization, python, threads
+    every = [PeerOptions(name, model, load_format, dtype, repeat, warmup, command, *rest) for name in engines.split(",")]
+    with err.status("starting") as status:
+        files = [run_peer(each, works, resolve_device(device), lambda label: status.update(label)) for each in every]
+    found = files[0].model_copy(update={"peers": [peer for file in files for peer in file.peers]})
     if output is not None:
         write_json(found, output)
-    (peer,) = found.peers
-    print(f"{peer.name} {peer.version} on {found.device}: {peer.settings}")
-    for label, rate in peer.tokens_per_second.items():
-        print(f"{label:<20} {rate:>12,.1f} tokens/s")
+    for peer in found.peers:
+        print(f"{peer.name} {peer.version} on {found.device}: {peer.settings}")
+    for label, ours in found.peers[0].tokens_per_second.items():
+        print(f"{label:<20} {ours:>12,.2f} tokens/s", end="")
+        theirs = [(peer.name, peer.tokens_per_second[label]) for peer in found.peers[1:]]
+        print("".join(f", {name} {rate:,.2f} (ratio {ours / rate:.2f})" for name, rate in theirs))
 
 
 if __name__ == "__main__":

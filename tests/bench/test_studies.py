@@ -166,17 +166,18 @@ def test_a_peer_that_is_not_installed_is_refused_with_what_to_do(
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vllm or nano-vllm or transformers or llama.cpp, got 'tgi'"):
+    with pytest.raises(ConfigError, match="headway or vllm or nano-vllm or transformers or llama.cpp, got 'tgi'"):
         run_peer(PeerOptions("tgi"), [RandomTokens(1, 4, 2)], CPU)
 
 
 @pytest.mark.slow
-def test_transformers_is_measured_on_the_requests_of_the_benchmark(tiny_model_folder: Path, tmp_path: Path) -> None:
-    options = PeerOptions("transformers", str(tiny_model_folder), "auto", "float32", repeat=2, warmup=0, command="c")
+@pytest.mark.parametrize("engine", ["transformers", "headway"])
+def test_an_engine_is_measured_on_the_requests_of_the_benchmark(engine: str, tiny_model_folder: Path, tmp_path: Path) -> None:
+    options = PeerOptions(engine, str(tiny_model_folder), "auto", "float32", repeat=2, warmup=0, command="c")
     found = run_peer(options, [RandomTokens(2, 4, 3), RandomTokens(1, 5, 2)], CPU)
     write_json(found, tmp_path / "p.json")
     (peer,) = PeersFile.read(tmp_path / "p.json").peers
-    assert peer.name == "transformers"
+    assert peer.name == engine
     assert list(peer.tokens_per_second) == ["2 x 4/3", "1 x 5/2"]
     for label, rate in peer.tokens_per_second.items():
         assert len(peer.passes[label]) == 2
