@@ -41,7 +41,8 @@ def headway(request: dict[str, Any]) -> Engine:
         return [len(each.outputs[0].token_ids) for each in llm.generate(list(prompts), params, use_tqdm=False)]
 
     chosen = ", ".join(f"{phase.value}: {name}" for phase, name in llm.engine.selection.names.items())
-    return Engine(metadata.version("headway"), f"{llm.num_threads} threads, {chosen}, prefix cache emptied", generate)
+    settings = f"torch {metadata.version('torch')}, {llm.num_threads} threads, {chosen}, prefix cache emptied"
+    return Engine(metadata.version("headway"), settings, generate)
 
 
 def vllm(request: dict[str, Any]) -> Engine:
