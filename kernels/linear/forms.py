@@ -158,12 +158,13 @@ def _q4_1(blocks: Tensor) -> QuantizedValues:
 
 def _q5_0(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return QuantizedValues(codes.flatten(1).view(torch.int8) - 16, None, SCALE_D, _GROUP, (_half(blocks, 0),))
+    return QuantizedValues(codes.flatten(1).view(torch.int8) - 16, None, SCALE_D, _GROUP, (_half(blocks, 0),), num_bits=5)
 
 
 def _q5_1(blocks: Tensor) -> QuantizedValues:
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return QuantizedValues(codes.flatten(1).view(torch.int8), None, SCALE_DM, _GROUP, (_half(blocks, 0), _half(blocks, 2)))
+    scales = _half(blocks, 0), _half(blocks, 2)
+    return QuantizedValues(codes.flatten(1).view(torch.int8), None, SCALE_DM, _GROUP, scales, num_bits=5)
 
 
 def _q8_0(blocks: Tensor) -> QuantizedValues:
@@ -189,7 +190,7 @@ def _q5_k(blocks: Tensor) -> QuantizedValues:
     high = blocks[..., 16:48][..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     codes = (low | high.reshape((*high.shape[:-2], 4, 2, 32)) << 4).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
-    return QuantizedValues(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
+    return QuantizedValues(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER, 5)
 
 
 def _q6_k(blocks: Tensor) -> QuantizedValues:
@@ -197,7 +198,7 @@ def _q6_k(blocks: Tensor) -> QuantizedValues:
     high = _parts(blocks[..., 128:192], 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     codes = (low | high.flatten(-2) << 4).flatten(1).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return QuantizedValues(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER)
+    return QuantizedValues(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER, 6)
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedValues:

@@ -347,7 +347,7 @@ def native_support() -> Support:
     return library()[1]
 
 
-_FLOAT32, _HALF, _PAIRS, _CODES4, _CODES8 = range(5)
+_FLOAT32, _HALF, _PAIRS, _CODES4, _CODES5, _CODES6, _CODES8 = range(7)
 _FORMS = {torch.float32: _FLOAT32, torch.float16: _HALF, torch.bfloat16: _PAIRS}
 SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM = range(5)
 """Dequantization schemes, identified by the same integers as in panels.h."""
@@ -380,12 +380,12 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedValues:
-    """A quantized weight: values of 4 or 8 bits, and the scales that dequantize them."""
+    """A quantized weight: values of 4, 5, 6 or 8 bits, and the scales that dequantize them."""
 
     codes: Tensor
     """int8 [n, k]: quantized values. 4-bit values are 0 to 15."""
     table: Tensor | None
-    """int8 [16]: integer that each 4-bit value represents (0 to 15 if there is a minimum). None for 8-bit values, which are used
+    """int8 [16]: integer that each 4-bit value represents (0 to 15 if there is a minimum). None for wider values, which are used
     as is."""
     scale: int
     """Dequantization scheme (`SCALE_...`, see panels.h)."""
@@ -397,6 +397,8 @@ class QuantizedValues:
     supers: tuple[Tensor, ...] = ()
     """Matrices float16 [n, k / superblock]: scales of the superblocks, and their minimums if any."""
     superblock: int = 0
+    num_bits: int = 8
+    """Number of bits that values without a table need."""
 
 
 def pack_dense(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | None:
@@ -413,18 +415,18 @@ def pack_dense(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | Non
 
 def pack_quantized(parts: Sequence[QuantizedValues], bias: Tensor | None = None) -> PackedWeight | None:
     """Pack a quantized weight, whose rows may use several formats. Return None if the library is unavailable."""
-    if functions() is None:
+    if (own := functions()) is None:
         return None
     weights, row = [], 0
     for coded in parts:
         n, k = coded.codes.shape
         rows = _whole(coded.codes).view(-1, LANES, k)
-        if coded.table is None:
-            data, form = (rows.view(-1, LANES, k // 4, 4).int() + 128).to(torch.uint8), _CODES8
+        if coded.table is not None:
+            data, form = _paired(rows.view(torch.uint8)), _CODES4
+        elif own.x_bits and coded.num_bits < 8:
+            data, form = _with_high_bits(rows, coded), _CODES5 if coded.num_bits == 5 else _CODES6
         else:
-            low, high = rows.view(-1, LANES, k // 8, 2, 4).view(torch.uint8).unbind(3)
-            data, form = low | high << 4, _CODES4
-        data = data.transpose(1, 2).contiguous()
+            data, form = (rows.view(-1, LANES, k // 4, 4).int() + 128).to(torch.uint8).transpose(1, 2).contiguous(), _CODES8
         weights.append(_pack(data, n, k, form, None if bias is None else bias[row : row + n], coded))
         row += n
     for one, after in pairwise(weights):
@@ -435,6 +437,24 @@ def pack_quantized(parts: Sequence[QuantizedValues], bias: Tensor | None = None)
     held = (*first.held, *(tensor for each in weights[1:] for tensor in (each.data, *each.held)))
     structs = tuple(each.described for each in weights[1:])
     return PackedWeight(first.data, row, first.in_features, first.described, held, structs)
+
+
+def _paired(rows: Tensor) -> Tensor:
+    """Pack values of 4 bits, uint8 [blocks, 16, k], to [blocks, k / 8, 16, 4]: first the low, then the high halves of bytes."""
+    low, high = rows.view(len(rows), LANES, -1, 2, 4).unbind(3)
+    return (low | high << 4).transpose(1, 2).contiguous()
+
+
+def _with_high_bits(rows: Tensor, coded: QuantizedValues) -> Tensor:
+    """Pack values of 5 or 6 bits, int8 [blocks, 16, k], to uint8 [blocks, k / 32, bytes]; see codes5 and codes6 in panels.h."""
+    planes = coded.num_bits - 4
+    values = rows if len(coded.scales) == 2 else rows + (8 << planes)  # with a minimum, values are not negative
+    values = values.view(torch.uint8)
+    low = _paired(values & 15).view(len(rows), -1, 256)
+    quads = values.view(len(rows), LANES, -1, 8, 4).permute(0, 2, 3, 1, 4)  # [blocks, groups, quads, 16, 4]
+    bits = torch.stack([quads >> 4 + plane & 1 for plane in range(planes)], dim=3).unflatten(4, (8, 2)).flatten(5)
+    high = (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return torch.cat([low, high.flatten(2)], dim=2)
 
 
 def _pack(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: QuantizedValues | None = None) -> PackedWeight:

@@ -98,23 +98,28 @@ INLINE __m512i add_quad(__m512i sum, __m512i w, const uint32_t *x, int M) {
 // Addresses at which P packed blocks are read.
 typedef struct { const uint8_t *codes[MOST_PANELS], *scales[MOST_PANELS]; const uint16_t *supers[MOST_PANELS]; } Places;
 
-// Add sums over N columns (16 or 32) under one scale, from quarter `from` of a group of x on.
-INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const Places *at, const RoundedGroup *x, long next, vf *sums) {
+// Add sums over N columns (16 or 32) under one scale, from quarter `from` of a group of x on. bits: of a value.
+INLINE void add_group(int bits, int N, int from, int scheme, int M, int P, const Places *at, const RoundedGroup *x, long next, vf *sums) {
     __m512i codes[MOST_ROWS * MOST_PANELS], low = _mm512_set1_epi8(15), table = x->table;
-    int quads = four ? 2 : 1, has_m = scheme == SCALE_DM || scheme == SCALE_SUPER_DM, numbers = four && has_m;
+    int quads = bits < 8 ? 2 : 1, has_m = scheme == SCALE_DM || scheme == SCALE_SUPER_DM, numbers = bits < 8 && has_m;
+    int planes = bits == 5 || bits == 6 ? bits - 4 : 0, less = planes ? 8 - bits : 0; // codes5 and codes6 have 16 or 32 added, not 128
     const int32_t *offset = x->offset + (N == ROUNDED ? 0 : from ? 2 * M : M);
-    UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_set1_epi32(numbers ? 0 : offset[r]);
+    UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_set1_epi32(numbers ? 0 : offset[r] >> less);
+    UNROLL for (int i = 0; i < planes; i++) UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(at->codes[p] + 256 + 64 * i + next, 0, 2);
     UNROLL for (int i = 0; i < N / 4; i += quads) {
         __m512i w[2][MOST_PANELS];
         UNROLL for (int p = 0; p < P; p++) {
             const uint8_t *place = at->codes[p] + (from + i) / quads * 64;
             w[0][p] = _mm512_loadu_si512(place);
             __builtin_prefetch(place + next, 0, 2);
-            if (!four) continue;
+            if (bits == 8) continue;
             w[1][p] = _mm512_and_si512(_mm512_srli_epi16(w[0][p], 4), low);
             w[0][p] = _mm512_and_si512(w[0][p], low);
-            if (numbers) continue;
-            for (int j = 0; j < 2; j++) w[j][p] = _mm512_shuffle_epi8(table, w[j][p]);
+            for (int j = 0; j < 2; j++) {
+                const __mmask64 *high = (const __mmask64 *)(at->codes[p] + 256) + (from + i + j) * planes;
+                for (int h = 0; h < planes; h++) w[j][p] = _mm512_mask_add_epi8(w[j][p], high[h], w[j][p], _mm512_set1_epi8(16 << h));
+                if (!planes && !numbers) w[j][p] = _mm512_shuffle_epi8(table, w[j][p]);
+            }
         }
         UNROLL for (int j = 0; j < quads; j++) UNROLL for (int r = 0; r < M; r++) {
             const uint32_t *row = x->codes + (from + i + j) * QUAD * M + r;
@@ -132,14 +137,14 @@ INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const
 }
 
 // Multiply groups of N columns of one scheme.
-INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed,
+INLINE void coded_groups(int bits, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed,
                          vf *out) {
     vf sums[MOST_ROWS * MOST_PANELS];
     Places at;
     RoundedGroup x = rounded_group(packed, k0 / ROUNDED, M);
-    long next = ahead(P, weight), bytes = four ? 64 * ROUNDED / 8 : 64 * ROUNDED / 4, supers = scheme == SCALE_SUPER ? LANES : 2 * LANES;
+    long next = ahead(P, weight), bytes = 64 * bits, supers = scheme == SCALE_SUPER ? LANES : 2 * LANES;
     x.table = (__m512i){};
-    if (four) x.table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)weight->table));
+    if (bits == 4) x.table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)weight->table));
     UNROLL for (int p = 0; p < P; p++) {
         long panel = first + p;
         at.codes[p] = weight->panels + panel * weight->panel_bytes + k0 / ROUNDED * bytes;
@@ -149,8 +154,8 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
     }
     UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
     for (long column = k0; column < k1; column += ROUNDED) {
-        add_group(four, N, 0, scheme, M, P, &at, &x, next, sums);
-        if (N < ROUNDED) add_group(four, N, N / 4, scheme, M, P, &at, &x, next, sums);
+        add_group(bits, N, 0, scheme, M, P, &at, &x, next, sums);
+        if (N < ROUNDED) add_group(bits, N, N / 4, scheme, M, P, &at, &x, next, sums);
         UNROLL for (int p = 0; p < P; p++) {
             at.codes[p] += bytes;
             at.scales[p] += ROUNDED / N * group_bytes(scheme);
@@ -193,11 +198,12 @@ INLINE void add_four(const vf *w, int M, int V, const float *x, vf *sums) {
     UNROLL for (int i = 0; i < 4; i++) UNROLL for (int r = 0; r < M; r++) sums[r * V] += w[i] * splat(x[i * M + r]);
 }
 
-INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const float *x,
+INLINE void coded_groups(int bits, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const float *x,
                          vf *out) {
     vf sums[MOST_SUMS];
     const float *totals = x + weight->k * M;
     Table table = code_table(weight);
+    int four = bits == 4;
     begin_sums(M * P * PARTS, k0, out, sums);
     long bytes = four ? 8 : 16; // bytes per column
     for (long column = k0; column < k1; column += N) {
@@ -234,8 +240,9 @@ INLINE size_t expanded_floats(const Weight *weight, long rows) {
 }
 
 // Dequantize a packed block to floats [k][16].
-INLINE void expand_groups(int four, int N, int scheme, const Weight *weight, long panel, float *out) {
+INLINE void expand_groups(int bits, int N, int scheme, const Weight *weight, long panel, float *out) {
     Table table = code_table(weight);
+    int four = bits == 4;
     const uint8_t *bytes = weight->panels + panel * weight->panel_bytes;
     for (long column = 0; column < weight->k; column += N) {
         EACH_PART(1) {
@@ -258,21 +265,23 @@ INLINE void expand_groups(int four, int N, int scheme, const Weight *weight, lon
 }
 #endif
 
-// Schemes in .gguf files: 4-bit values in groups of 32 columns, 8-bit values also in groups of 16 (Q6_K).
-#define BY_SCHEME(DO, FOUR, ...)                                                       \
-    if (weight->scale == SCALE_D) DO(FOUR, 32, SCALE_D, __VA_ARGS__);                  \
-    else if (weight->scale == SCALE_DM) DO(FOUR, 32, SCALE_DM, __VA_ARGS__);           \
-    else if (weight->scale == SCALE_SUPER_DM) DO(FOUR, 32, SCALE_SUPER_DM, __VA_ARGS__); \
-    else if (FOUR) DO(FOUR, 32, SCALE_SUPER, __VA_ARGS__);                             \
-    else DO(FOUR, 16, SCALE_SUPER, __VA_ARGS__);
+// Schemes in .gguf files: groups of 32 columns, of 16 for Q6_K.
+#define BY_SCHEME(DO, BITS, ...)                                                                  \
+    if (BITS == 6) DO(BITS, 16, SCALE_SUPER, __VA_ARGS__);                                        \
+    else if (weight->scale == SCALE_D) DO(BITS, 32, SCALE_D, __VA_ARGS__);                        \
+    else if (X_BITS && BITS == 8) __builtin_trap(); /* packed as codes5 or codes6 */              \
+    else if (weight->scale == SCALE_DM) DO(BITS, 32, SCALE_DM, __VA_ARGS__);                      \
+    else if (weight->scale == SCALE_SUPER_DM) DO(BITS, 32, SCALE_SUPER_DM, __VA_ARGS__);          \
+    else if (BITS == 4) DO(BITS, 32, SCALE_SUPER, __VA_ARGS__);                                   \
+    else if (BITS == 8) DO(BITS, 16, SCALE_SUPER, __VA_ARGS__);
 
-INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const void *x, vf *out) {
-    BY_SCHEME(coded_groups, four, M, P, weight, first, k0, k1, x, out)
+INLINE void coded_panels(int bits, int M, int P, const Weight *weight, long first, long k0, long k1, const void *x, vf *out) {
+    BY_SCHEME(coded_groups, bits, M, P, weight, first, k0, k1, x, out)
 }
 
 #if !X_BITS
 static void expand_panel(const Weight *weight, long panel, float *out) {
-    if (weight->form == PANEL_CODES4) { BY_SCHEME(expand_groups, 1, weight, panel, out) }
-    else { BY_SCHEME(expand_groups, 0, weight, panel, out) }
+    if (weight->form == PANEL_CODES4) { BY_SCHEME(expand_groups, 4, weight, panel, out) }
+    else { BY_SCHEME(expand_groups, 8, weight, panel, out) }
 }
 #endif

@@ -4,13 +4,21 @@
 
 // With rounded x, quantized weights need two registers for each row and block.
 #define TAKES_CODES(M, P) (X_BITS ? (M) * (P) <= 12 : (M) <= MOST_CODED)
+#if X_BITS // other CPUs hold values of 5 and 6 bits as bytes
+#define CODED_CASES(M, P)                                                                                    \
+    case PANEL_CODES5: if (TAKES_CODES(M, P)) coded_panels(5, M, P, weight, first, k0, k1, x, out); return;  \
+    case PANEL_CODES6: if (TAKES_CODES(M, P)) coded_panels(6, M, P, weight, first, k0, k1, x, out); return;
+#else
+#define CODED_CASES(M, P)
+#endif
 #define FORMS(M, P)                                                                                          \
     switch (weight->form) {                                                                                  \
     case PANEL_FLOAT32: float32_panels(M, P, weight, first, k0, k1, (const float *)x, out); return;          \
     case PANEL_HALF: half_panels(M, P, weight, first, k0, k1, (const float *)x, out); return;                \
     case PANEL_PAIRS: pair_panels(M, P, weight, first, k0, k1, x, out); return;                              \
-    case PANEL_CODES4: if (TAKES_CODES(M, P)) coded_panels(1, M, P, weight, first, k0, k1, x, out); return;  \
-    default: if (TAKES_CODES(M, P)) coded_panels(0, M, P, weight, first, k0, k1, x, out); return;            \
+    CODED_CASES(M, P)                                                                                        \
+    case PANEL_CODES4: if (TAKES_CODES(M, P)) coded_panels(4, M, P, weight, first, k0, k1, x, out); return;  \
+    default: if (TAKES_CODES(M, P)) coded_panels(8, M, P, weight, first, k0, k1, x, out); return;            \
     }
 #define KERNEL(M, P) static void rows_##M##_panels_##P(const Weight *weight, long first, long k0, long k1, const void *x, vf *out) { FORMS(M, P) }
 KERNEL(1, 4) KERNEL(1, 1) KERNEL(2, 2) KERNEL(2, 1) KERNEL(4, 1)

@@ -8,8 +8,9 @@
 #include "vectors.h"
 
 // float32: float [k][16]. half: float16 [k][16]. pairs: bfloat16 [k / 2][16][2]. codes4: bytes [k / 8][16][4], with the first four of 8
-// columns in the low halves. codes8: bytes [k / 4][16][4], each value with 128 added.
-enum { PANEL_FLOAT32, PANEL_HALF, PANEL_PAIRS, PANEL_CODES4, PANEL_CODES8 };
+// columns in the low halves. codes8: bytes [k / 4][16][4], each value with 128 added. codes5, codes6: groups of 32 columns, each with the
+// low 4 bits of its values like codes4, then the higher bits, [8 quads of columns][1 or 2][16][4]; values are not negative.
+enum { PANEL_FLOAT32, PANEL_HALF, PANEL_PAIRS, PANEL_CODES4, PANEL_CODES5, PANEL_CODES6, PANEL_CODES8 };
 // Scales of groups of columns, 16 numbers per block and group: float16 d; d and m; int8 s times float16 d of a superblock; uint8 s and m,
 // times d and m of a superblock. A weight is its integer * d + m; 4-bit values with an m are used without a table.
 enum { SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM };
@@ -26,7 +27,7 @@ typedef struct Weight {
     int32_t form, scale, group, superblock; // columns
 } Weight;
 
-INLINE int is_coded(const Weight *weight) { return weight->form == PANEL_CODES4 || weight->form == PANEL_CODES8; }
+INLINE int is_coded(const Weight *weight) { return weight->form >= PANEL_CODES4; }
 
 #define MOST_PANELS 4
 #if WIDTH == 16
