@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
@@ -28,9 +28,6 @@ from headway.core.sampling.params import SamplingParams
 from headway.testing.broken.attention import PlainBackend
 from stateful_model import MODELS
 from tiny_engine import TextModel, generate, made_engine, registering
-
-PLACED = dict[str, int]
-"""Where a fault is planted: layer, seq, head (a query head)."""
 
 
 class Layers(TextModel):
@@ -66,16 +63,6 @@ class Layers(TextModel):
             x = x + attention(layer, q, k, v).float().flatten(1) @ self.out[layer]
             x = x / x.norm(dim=-1, keepdim=True) * 7
         return x
-
-
-class Planted(NamedTuple):
-    """An engine that has run with a fault, and where the fault is."""
-
-    engine: EngineLoop
-    layer: int
-    kv_head: int | None
-    """None: the fault is in every head."""
-    seq: int | None
 
 
 RECORDING = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**22, max_num_seqs=4, record_steps=24)
