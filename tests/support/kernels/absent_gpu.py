@@ -29,10 +29,13 @@ from headway.kernels.experts.builtin import builtin_classes
 Capability = tuple[int, int]
 _ERROR = re.compile(r"\berror *:")
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-MULTIPROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
-"""By compute capability: of A100, L40S, H100, B200 and RTX PRO 6000."""
-SHARED_MEMORY = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448, (12, 0): 101_376}
-"""Bytes that a program may ask for (CUDA C++ Programming Guide, Technical Specifications per Compute Capability)."""
+MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
+"""By compute capability: of A100, RTX A6000, L40S, H100, B200 and RTX PRO 6000."""
+SHARED_MEMORY = {(8, 0): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448, (12, 0): 101_376}
+"""Bytes that a program may ask for (CUDA C++ Programming Guide, Technical Specifications per Compute Capability). An SM has 1 KiB
+more, and a program takes 1 KiB more than it asks for."""
+THREADS = {(8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048, (12, 0): 1536}
+"""Of an SM (likewise)."""
 
 
 @dataclass
@@ -55,6 +58,12 @@ class Compilations:
     def constants(self) -> list[dict[str, str]]:
         """Constants of each launch, including options."""
         return [dict(variant[1]) for variant in self.variants]  # type: ignore[call-overload]
+
+    def blocks_per_multiprocessor(self, compiled: Any) -> int:
+        """Return the number of thread blocks that an SM holds, by registers, shared memory and threads."""
+        threads, memory = 32 * compiled.metadata.num_warps, SHARED_MEMORY[self.capability] + 1024
+        by_memory, by_threads = memory // (compiled.metadata.shared + 1024), THREADS[self.capability] // threads
+        return min(blocks_that_fit(compiled.asm["cubin"], threads), by_memory, by_threads)
 
     def compile(self, warmup: Any, kernel: Any, arguments: Any, constants: dict[str, Any]) -> None:
         """warmup: Triton's, which compiles and launches nothing."""

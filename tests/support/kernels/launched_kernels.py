@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from absent_gpu import SHARED_MEMORY, absent_gpu, most_local_bytes, most_registers
 from attention_layer import AttentionLayer
 from expert_layers import fused_layer
 from headway.backends.states.triton.backend import TritonStates
@@ -311,13 +313,11 @@ STEPS: Sequence[Sequence[Lengths]] = (
     [Lengths(1000, 0)],
     [Lengths(100, 8)] * 16,
 )
+_DELTA = StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, dtype=BF16, device=GPU, qk_norm=True)
 STATES: dict[str, tuple[StateSpec, StateLayout]] = {
-    "gated_delta": (StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, dtype=BF16, device=GPU, qk_norm=True), KEY_VALUE),
-    "gated_delta, value_key": (
-        StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, dtype=BF16, device=GPU, qk_norm=True),
-        VALUE_KEY,
-    ),
-    "gated_delta, float32": (StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, device=GPU, qk_norm=True), KEY_VALUE),
+    "gated_delta": (_DELTA, KEY_VALUE),
+    "gated_delta, value_key": (_DELTA, VALUE_KEY),
+    "gated_delta, float32": (replace(_DELTA, dtype=FP32), KEY_VALUE),
     "kda": (StateSpec("kda", 32, 32, 128, 128, 12288, 4, dtype=BF16, device=GPU, qk_norm=True), KEY_VALUE),
     "kda, float32": (StateSpec("kda", 8, 8, 72, 136, 8 * 280, 4, device=GPU, qk_norm=True), KEY_VALUE),
     "mamba2": (StateSpec("mamba2", 128, 8, 128, 64, 10240, 4, dtype=BF16, device=GPU), VALUE_KEY),
@@ -353,6 +353,8 @@ class Documents(AttentionRule):
 _RULE = Documents(torch.arange(9000) // 1000, torch.zeros(100), (0.5,) * 16)
 _KIND = AttentionSpec(16, 8, 128, 128**-0.5, BF16, GPU)
 _HEAD_64 = AttentionSpec(64, 8, 64, 0.125, BF16, GPU)
+_WINDOWED = replace(_HEAD_64, sliding_window=128, sinks=(0.0,) * 64)
+_DENSE_64 = replace(_HEAD_64, num_heads=12, num_kv_heads=12, dense=True, causal=False)
 _HEAD_256 = AttentionSpec(8, 4, 256, 0.0625, BF16, GPU)
 _ABSORBED = AttentionSpec(16, 1, 576, 192**-0.5, BF16, GPU, v_head_dim=512, value_in_key=True)
 _EXPANDED = AttentionSpec(16, 16, 192, 192**-0.5, BF16, GPU, v_head_dim=128)
@@ -362,7 +364,7 @@ ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
     "head 128, hnd": (_KIND, HND, 64),
     "head 128, float16": (replace(_KIND, dtype=FP16), NHD, 16),
     "head 64, vllm_5d": (replace(_HEAD_64, num_heads=14, num_kv_heads=2), VLLM_5D, 16),
-    "head 64, sinks and window": (replace(_HEAD_64, sliding_window=128, sinks=(0.0,) * 64), NHD, 16),
+    "head 64, sinks and window": (_WINDOWED, NHD, 16),
     "head 64, alibi": (replace(_HEAD_64, num_heads=8, dtype=FP16, alibi_slopes=(0.5,) * 8), NHD, 16),
     "head 64, float32": (replace(_HEAD_64, num_heads=12, num_kv_heads=12, dtype=FP32), NHD, 16),
     "head 80": (AttentionSpec(32, 32, 80, 80**-0.5, BF16, GPU), NHD, 16),
@@ -373,24 +375,35 @@ ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
     "fp8 cache, vllm_5d": (replace(_KIND, kv_dtype=FP8), VLLM_5D, 16),
     "int8 cache": (replace(_KIND, kv_dtype=torch.int8), NHD_INT8, 16),
     "int8 cache, float16 and blocks of 128": (replace(_KIND, dtype=FP16, kv_dtype=torch.int8), NHD_INT8, 128),
-    "int8 cache, head 64, sinks and window": (
-        replace(_HEAD_64, kv_dtype=torch.int8, sliding_window=128, sinks=(0.0,) * 64),
-        NHD_INT8,
-        16,
-    ),
+    "int8 cache, head 64, sinks and window": (replace(_WINDOWED, kv_dtype=torch.int8), NHD_INT8, 16),
     "batch invariant": (replace(_KIND, invariance=Invariance.BATCH), NHD, 16),
     "576/512": (_ABSORBED, LATENT, 64),
     "576/512, 128 heads": (replace(_ABSORBED, num_heads=128), LATENT, 64),
     "576/512, float32": (replace(_ABSORBED, dtype=FP32), LATENT, 16),
     "192/128": (_EXPANDED, NHD, 16),
-    "head 64, bidirectional": (replace(_HEAD_64, num_heads=12, num_kv_heads=12, dense=True, causal=False), NHD, 16),
-    "head 64, bidirectional window": (
-        replace(_HEAD_64, num_heads=12, num_kv_heads=12, dense=True, causal=False, sliding_window=65),
-        NHD,
-        16,
-    ),
+    "head 64, bidirectional": (_DENSE_64, NHD, 16),
+    "head 64, bidirectional window": (replace(_DENSE_64, sliding_window=65), NHD, 16),
     "head 128, rule": (replace(_KIND, rule=_RULE), NHD, 16),
     "576/512, rule": (replace(_ABSORBED, rule=_RULE), LATENT, 64),
     "192/128, without a cache": (replace(_EXPANDED, dense=True), NHD, 16),
 }
 """Kinds of layers, by what is unusual."""
+
+
+def print_resources() -> None:
+    """Print registers and local memory (bytes) per thread, shared memory (KiB) and thread blocks per SM of common attention."""
+    for capability, size in product(SHARED_MEMORY, (64, 128, 256)):
+        with absent_gpu(capability) as found:
+            layer = AttentionLayer(replace(_KIND, num_heads=32, head_dim=size, v_head_dim=size), NHD, 16, LIMITS)
+            for step in ([2000], [0], [0]), ([300, 20], [0, 3000], [0, 0]), ([1], [8000], [0]):
+                layer.step(*step)
+        for (variant, compiled), constants in zip(found.variants.items(), found.constants, strict=True):
+            if {"BLOCK_M", "BLOCK_N"} <= constants.keys():
+                tile = " x ".join(constants[each] for each in ("BLOCK_M", "BLOCK_N", "num_warps"))
+                per_thread = [most(compiled.asm["cubin"]) for most in (most_registers, most_local_bytes)]
+                shared = compiled.metadata.shared >> 10
+                print(capability, size, variant[0], tile, *per_thread, shared, found.blocks_per_multiprocessor(compiled))
+
+
+if __name__ == "__main__":
+    print_resources()
