@@ -246,7 +246,7 @@ def test_attention_compiles(name: str, capability: Capability) -> None:
     check(found)
     if capability != HOPPER:  # whose tiles were measured
         for variant, compiled in found.variants.items():
-            assert most_local_bytes(compiled.asm["cubin"]) <= 128, variant
+            assert most_local_bytes(compiled.asm["cubin"]) <= 256, variant
 
 
 @pytest.mark.parametrize("head_dim", [256, *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 128))])

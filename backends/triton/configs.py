@@ -199,7 +199,7 @@ def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
     name = "latent wide" if rows >= 64 and itemsize == 2 and "latent wide" in table else "latent"
     config = table.get(name) or replace(table["few"], block_m=16)
     if itemsize == 4:  # twice the memory per tile, and half the throughput
-        block_n = config.block_n if name in table else 16  # shared memory may be 99 KiB
+        block_n = config.block_n if arch is SM_90 else 16  # shared memory may be 99 KiB, and on sm_80 32 keys spill 7 KB
         config = replace(config, block_m=16, block_n=block_n, num_stages=min(config.num_stages, 2))
     return config
 
