@@ -416,6 +416,7 @@ def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) ->
     """Return the launcher for a case."""
     # Triton 3.9 does not compile the flat loop for tensor cores of compute capability 10.
     flat = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10
+    stage = 2 * tiling.block_k * (tiling.block_m + tiling.block_n * (2 if case.gated else 1))  # the last needs no memory
     constants = {
         "N": case.out_features,
         "K": case.in_features,
@@ -426,7 +427,7 @@ def _launcher(device: torch.device, case: ProductCase, tiling: ProductTiling) ->
         "SPLITS": tiling.splits,
         "FLAT": flat and tiling.block_m * tiling.block_n <= _BLOCK_M * _BLOCK_N,
         "GROUP": tiling.group,
-        "STAGES": tiling.stages,
+        "STAGES": min(tiling.stages, 1 + shared_memory(device) // stage),
         "SWAPPED": tiling.swapped,
         "GATED": case.gated,
         "ACTIVATION": case.activation or "",
