@@ -173,7 +173,7 @@ def test_every_kernel_compiles(capability: Capability) -> None:
     with absent_gpu(capability) as found:
         launch_every_kernel()
     check(found)
-    assert found.kernels == launched_kernels()
+    assert found.kernels == launched_kernels() - ({"quantize_rows"} if capability < FP8_CAPABILITY else set())
     assert all(found.variants.values())
 
 

@@ -14,7 +14,7 @@ from absent_gpu import SHARED_MEMORY, absent_gpu, most_local_bytes, most_registe
 from attention_layer import AttentionLayer
 from expert_layers import fused_layer
 from headway.backends.states.triton.backend import TritonStates
-from headway.backends.triton.backend import TritonAttention
+from headway.backends.triton.backend import FP8_CAPABILITY, TritonAttention
 from headway.core.contract.adapters import AdapterSlots, rows_with
 from headway.core.contract.backend import Lengths, StepLimits
 from headway.core.contract.layer import Invariance
@@ -219,7 +219,7 @@ def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterabl
             if kernel.rotates(count, read, heads):
                 multiply(x, read, norm, rotated=(heads, (rope[0], rope[1])))
         dequantize(launchers, weight, dtype)
-    for group in (128, shape[1]):
+    for group in (128, shape[1]) if torch.cuda.get_device_capability() >= FP8_CAPABILITY else ():
         round_rows(launchers, torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
 
 
