@@ -116,8 +116,16 @@ NO_TOKEN_LEFT = -2
 
 def greedy(logits: Tensor) -> Tensor:
     """Return the most likely token of each row of logits [rows, vocab_size]: int64 [rows], NOT_A_TOKEN if a logit is NaN."""
-    best, tokens = logits.max(dim=-1)  # max treats NaN as the largest number
+    tokens = argmax(logits)  # NaN is treated as the largest number
+    best = logits.gather(-1, tokens[:, None])[:, 0]
     return torch.where(best.isnan(), NOT_A_TOKEN, tokens)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """Return the first of the largest elements of each row of scores [rows, vocab_size]: int64 [rows]."""
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return torch.from_numpy(scores.numpy().argmax(axis=-1))  # on a CPU, ten times as fast as torch's
+    return scores.argmax(dim=-1)
 
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -130,7 +138,7 @@ def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
     equal draws."""
     # The argmax of logit - log(e), with e from Exp(1), is a draw from the softmax (Gumbel-max), without a sum over the row.
     noise = exponential(keys, logits.shape[-1])
-    return (logits.float() * scales[:, None] - noise.log_()).argmax(dim=-1)
+    return argmax(logits.float() * scales[:, None] - noise.log_())
 
 
 Filter = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
