@@ -146,7 +146,8 @@ def test_times_along_one_axis_are_those_of_the_old_file(tmp_path: Path) -> None:
         assert table.spec == record
         assert table.complete
     measured = read_table(ROOT / "bench" / "results" / "h200x2" / "all-reduce.json", "all_reduce")
-    assert to_times(measured, SIZES) == json.loads((ROOT / "bench/results/h200x2/all-reduce.json").read_text())["us"]
+    us = json.loads((ROOT / "bench/results/h200x2/all-reduce.json").read_text())["us"]
+    assert to_times(measured, SIZES[: len(us["nccl"])]) == us
 
 
 def test_tables_of_states_and_attention_look_up_as_before(tmp_path: Path) -> None:

@@ -446,7 +446,7 @@ def _paired(rows: Tensor) -> Tensor:
 
 
 def _with_high_bits(rows: Tensor, coded: QuantizedValues) -> Tensor:
-    """Pack values of 5 or 6 bits, int8 [blocks, 16, k], to uint8 [blocks, k / 32, bytes]; see codes5 and codes6 in panels.h."""
+    """Pack values of 5 or 6 bits, int8 [blocks, 16, k], to uint8 [blocks, k / 32, bytes] (codes5 or codes6)."""
     planes = coded.num_bits - 4
     values = rows if len(coded.scales) == 2 else rows + (8 << planes)  # with a minimum, values are not negative
     values = values.view(torch.uint8)

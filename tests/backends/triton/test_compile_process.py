@@ -83,6 +83,7 @@ def hits(tasks: list[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> lis
     return found
 
 
+@pytest.mark.slow
 def test_its_kernels_are_found_in_the_cache(
     process: psutil.Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
