@@ -3,7 +3,7 @@
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
 # FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, adapter, states,
-# weights, traces, priors; about 10, 6, 20, 25, 10, 6, 2, 6, 20, 5 and 12 minutes on an H200 (of kernels, decode-heldout takes most); parts may run
+# rules, weights, traces, priors; about 10, 6, 20, 25, 10, 6, 2, 6, 2, 20, 5 and 12 minutes on an H200 (of kernels, decode-heldout takes most); parts may run
 # side by side, each on a GPU of its own (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway`
 # (HEADWAY="python3 -P -m headway"), PYTHON that of the tests.
 # Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-sums, ranks-8b, ranks-experts,
@@ -131,6 +131,8 @@ peers() {  # whichever is installed; one that is not says so
     run wide bench throughput $wide --batch-size 320,512 --input-len 256 --output-len 256 --repeat 2 --output "$out/throughput-wide.json"
 }
 
+rules() { study rules rules --output "$out/rules.json"; }  # attention rules in triton and FlexAttention
+
 states() {  # layers with a state alone; a Qwen3-Next cut to 12 layers of 128 experts, with random weights, and vLLM's beside it
     run states bench kernel --states --model qwen3-next-80b-a3b --output "$out/kernel-states.json"
     cut=$(mktemp -d)/qwen3-next-12
@@ -233,7 +235,7 @@ ranks() {
     for each in sums 8b experts 70b vllm; do ranks_part "ranks_$each"; done
 }
 
-parts="tests engine crossover kernels peers conformance adapter states weights traces priors"
+parts="tests engine crossover kernels peers conformance adapter states rules weights traces priors"
 several_parts="ranks-sums ranks-8b ranks-experts ranks-70b ranks-vllm ranks-tests"
 for part in "$@"; do
     case " $parts ranks " in *" $part "*) "$part"; continue ;; esac
