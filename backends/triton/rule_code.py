@@ -105,8 +105,9 @@ def traced_rule(rule: AttentionRule) -> TracedRule:
 @lru_cache(maxsize=256)
 def _traced(rule: AttentionRule) -> TracedRule | Support:
     """Return the source of a rule's functions, or the refusal that names the operation that Triton does not inline."""
-    try:
-        return _trace(rule, wide=False) or _trace(rule, wide=True)  # type: ignore[return-value]
+    try:  # in inference mode, torch converts types by operations with other names
+        with torch.inference_mode(False), torch.no_grad():
+            return _trace(rule, wide=False) or _trace(rule, wide=True)  # type: ignore[return-value]
     except _Refusal as refusal:
         return Support.no(f"rule {rule.name}", "elementwise operations that triton inlines", str(refusal), "name another backend")
 

@@ -26,6 +26,13 @@ PARTS = ("score", "mask", "gate", "blocks")
 """Names of the functions that a rule may override."""
 
 
+class Parameters(SimpleNamespace):
+    """Parameters of a rule, as its functions get them."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"params has {', '.join(vars(self)) or 'nothing'}, not {name}")
+
+
 @dataclass_transform(frozen_default=True, eq_default=False)
 class AttentionRule:
     """Base class of attention rules. Subclasses override `score`, `mask`, `gate` or `blocks`, and declare parameters as fields.
@@ -145,7 +152,7 @@ class AttentionRule:
 
     def params(self, head: Tensor) -> Any:
         """Return the object that the rule's functions get as `params`. head: integer tensor of this rule's query heads."""
-        found = SimpleNamespace()
+        found = Parameters()
         placed = self.__dict__.setdefault("_placed", {}).setdefault(head.device, {})
         for field, value in self._fields():
             if isinstance(value, Tensor) or _is_per_head(field):
@@ -427,7 +434,11 @@ class _CheckedRule:
                     self._call(part, kind, one, q_pos[row : row + 1], k_pos[row : row + 1, key : key + 1], heads[head : head + 1])
             at = f"q_pos={q_pos.max()}, k_pos={k_pos.max()}, head={heads.max()}"
             got = f"{type(error).__name__} at {at}: {' '.join(str(error).split())}"
-            hint = "max_len states the number of positions that a rule has" if "out of bounds" in str(error) else ""
+            hint = (
+                "max_len states a rule's positions; the check of a table by head needs --model"
+                if "out of bounds" in str(error)
+                else ""
+            )
             raise self.error(part, "no exception", got, hint) from error
         if not isinstance(found, Tensor) or found.dtype != kind:
             got = str(found.dtype) if isinstance(found, Tensor) else f"a {type(found).__name__}"

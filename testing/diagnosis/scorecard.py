@@ -104,7 +104,8 @@ def command(report: CheckReport, cell: CellResult) -> str:
     layout = f" --layout {cell.layout}" if cell.check == "layout" else ""
     plugins = "".join(f" --plugin {file}" for file in report.plugins)
     model = f" --model {report.model}" if report.model else ""
-    return f"headway check{target}{plugins}{layout}{device}{model} --cell {cell.cell}"
+    rule = f" --rule {report.rule}" if report.rule else ""
+    return f"headway check{target}{plugins}{layout}{device}{model}{rule} --cell {cell.cell}"
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:

@@ -313,7 +313,10 @@ BAD: dict[str, tuple[AttentionRule, str]] = {
     ),
     "table": (bad("score", lambda s, q, k, h, p: s + torch.ones(50)[q - k]), "IndexError at q_pos=63, k_pos=0, .*max_len states"),
     "arguments": (bad("score", lambda s, q, k, h, p: s.mul_(2)), "score: needs arguments left as they are, got changed"),
-    "no parameter": (bad("score", lambda s, q, k, h, p: s * p.rate), "AttributeError at q_pos=0, k_pos=0, head=0: .*rate"),
+    "no parameter": (
+        bad("score", lambda s, q, k, h, p: s * p.rate),
+        "AttributeError at q_pos=0, k_pos=0, head=0: params has nothing, not rate",
+    ),
     "infinite score": (
         bad("score", lambda s, q, k, h, p: torch.where(k == 5, torch.inf, s)),
         "needs a number.*, got inf at q_pos=.*, k_pos=5, head=0",

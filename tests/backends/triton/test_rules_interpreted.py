@@ -221,3 +221,12 @@ def test_a_refusal_names_what_is_not_inlined(rule: AttentionRule) -> None:
     support = TritonAttention.supports(spec(rule=rule), NHD, 16, Phase.DECODE)
     need = "elementwise operations that triton inlines"
     assert str(support) == f"no: rule {rule.name}: needs {need}, got {REFUSED[rule]} (name another backend)"
+
+
+def test_a_rule_is_inlined_in_inference_mode_too() -> None:
+    class Near(AttentionRule):
+        def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+            return score + (1.0 + (q_pos - k_pos).float()) ** -0.5
+
+    with torch.inference_mode():
+        assert "tl.float32" in traced_rule(Near()).source
