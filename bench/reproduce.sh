@@ -2,9 +2,9 @@
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, adapter, states,
-# rules, weights, traces, priors; about 10, 6, 20, 25, 10, 6, 2, 6, 2, 20, 5 and 12 minutes on an H200 (of kernels, decode-heldout takes most); parts may run
-# side by side, each on a GPU of its own (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway`
+# FOLDER: for the JSON files, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, adapter, states, rules,
+# weights, traces, priors; about 10, 6, 20, 25, 10, 6, 2, 6, 2, 20, 5 and 12 minutes on an H200 (of kernels, decode-heldout takes most); parts may
+# run side by side, each on a GPU of its own (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway`
 # (HEADWAY="python3 -P -m headway"), PYTHON that of the tests.
 # Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-sums, ranks-8b, ranks-experts,
 # ranks-70b, ranks-vllm and ranks-tests (which ranks leaves out), each a run of its own: about 45, 110, 150, 150, 400 and 120 seconds, as far as

@@ -58,9 +58,9 @@ def sum_over_ranks(
     own = tl.where(own == NOTHING, INSTEAD, own).to(BITS)
     for other in tl.static_range(SIZE):
         if other != rank:
-            theirs = _buffers(buffers_ptr + other, BITS) + (first + rank * CAPACITY)
+            theirs = buffer_at(buffers_ptr + other, BITS) + (first + rank * CAPACITY)
             tl.store(theirs + at, own, mask=inside)
-    mine = _buffers(buffers_ptr + rank, BITS)
+    mine = buffer_at(buffers_ptr + rank, BITS)
     total = tl.zeros((BLOCK,), tl.float32)
     for other in tl.static_range(SIZE):
         got = own
@@ -79,7 +79,7 @@ def sum_over_ranks(
         tl.store(y_ptr + at, total.to(x.dtype), mask=inside)
     shorts: tl.constexpr = 8 // EACH  # 16-bit units per element
     before = tl.multiple_of(tl.load(state_ptr + 2), 8)
-    emptied = _buffers(buffers_ptr + rank, tl.int16) + (buffer + 2) % 3 * (SIZE * CAPACITY * shorts)
+    emptied = buffer_at(buffers_ptr + rank, tl.int16) + (buffer + 2) % 3 * (SIZE * CAPACITY * shorts)
     for start in range(program * BLOCK, before, tl.num_programs(0) * BLOCK):
         short = start + tl.arange(0, BLOCK)
         for other in tl.static_range(SIZE):
@@ -94,7 +94,8 @@ def sum_over_ranks(
 
 
 @triton.jit
-def _buffers(address_ptr, BITS: tl.constexpr):
+def buffer_at(address_ptr, BITS: tl.constexpr):
+    """Return a pointer to elements of type BITS at the address that `address_ptr` holds."""
     return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(BITS), bitcast=True), 16)
 
 

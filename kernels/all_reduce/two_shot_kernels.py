@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.ranks import AllReduceCapabilities
+from headway.kernels.all_reduce.one_shot_kernels import buffer_at
 from headway.kernels.all_reduce.peer_memory import WORD, PeerAllReduce
 
 
@@ -46,21 +47,21 @@ def sum_by_shares(
     parts = program * (SIZE * BLOCK)  # this program's part of a buffer
     sums: tl.constexpr = PROGRAMS * SIZE * BLOCK  # start of the buffer for sums
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    flag_bytes: tl.constexpr = 2 * PROGRAMS * SIZE * BLOCK * (16 // EACH)
+    first_flag: tl.constexpr = 2 * PROGRAMS * SIZE * BLOCK * (16 // EACH) // 4  # in int32 elements from the buffers on
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     turn = tl.load(state_ptr + program)
-    own_buffer = _pointer(buffers_ptr + rank, 0, dtype)
-    own_flags = _pointer(buffers_ptr + rank, flag_bytes, tl.int32) + program * SIZE
+    own_buffer = buffer_at(buffers_ptr + rank, dtype)
+    own_flags = buffer_at(buffers_ptr + rank, tl.int32) + (first_flag + program * SIZE)
     for start in range(program * (SIZE * BLOCK), count, tl.num_programs(0) * (SIZE * BLOCK)):
         turn += 1
         for step in tl.static_range(1, SIZE):
             other = (rank + step) % SIZE
             at = start + other * BLOCK + lanes
             x = tl.load(x_ptr + at, mask=at < count, other=0.0)
-            tl.store(_pointer(buffers_ptr + other, 0, dtype) + (parts + rank * BLOCK + lanes), x)
-        _announce(buffers_ptr, rank, flag_bytes, program * SIZE + rank, turn, SIZE)
+            tl.store(buffer_at(buffers_ptr + other, dtype) + (parts + rank * BLOCK + lanes), x)
+        _announce(buffers_ptr, rank, first_flag + program * SIZE + rank, turn, SIZE)
         at = start + rank * BLOCK + lanes
         x = tl.load(x_ptr + at, mask=at < count, other=0.0)
         total = tl.zeros((BLOCK,), tl.float32)
@@ -73,8 +74,8 @@ def sum_by_shares(
         total = total.to(dtype)
         for step in tl.static_range(1, SIZE):
             other = (rank + step) % SIZE
-            tl.store(_pointer(buffers_ptr + other, 0, dtype) + (sums + parts + rank * BLOCK + lanes), total)
-        _announce(buffers_ptr, rank, flag_bytes, (PROGRAMS + program) * SIZE + rank, turn, SIZE)
+            tl.store(buffer_at(buffers_ptr + other, dtype) + (sums + parts + rank * BLOCK + lanes), total)
+        _announce(buffers_ptr, rank, first_flag + (PROGRAMS + program) * SIZE + rank, turn, SIZE)
         for step in tl.static_range(SIZE):
             other = (rank + step) % SIZE
             at = start + other * BLOCK + lanes
@@ -91,16 +92,11 @@ def sum_by_shares(
 
 
 @triton.jit
-def _pointer(address_ptr, offset, dtype: tl.constexpr):
-    return tl.multiple_of((tl.load(address_ptr) + offset).to(tl.pointer_type(dtype), bitcast=True), 16)
-
-
-@triton.jit
-def _announce(buffers_ptr, rank, flag_bytes, flag, turn, SIZE: tl.constexpr):
+def _announce(buffers_ptr, rank, flag, turn, SIZE: tl.constexpr):
     """Set this program's flag on all other ranks, after all its stores."""
     tl.debug_barrier()  # orders the stores of all threads before the release by one thread
     for step in tl.static_range(1, SIZE):
-        flags = _pointer(buffers_ptr + (rank + step) % SIZE, flag_bytes, tl.int32)
+        flags = buffer_at(buffers_ptr + (rank + step) % SIZE, tl.int32)
         tl.atomic_xchg(flags + flag, turn, sem="release", scope="sys")
 
 
