@@ -212,7 +212,7 @@ REFUSED = {
     Branching(): "torch.any in score",
     ByRow(torch.ones(4, 3)): "a parameter of 2 dimensions with 1 indices in score",
     InPlace(): "torch.mul, which changes a tensor in place in score",
-    Faulty(): "AttributeError in gate: 'types.SimpleNamespace' object has no attribute 'missing'",
+    Faulty(): "AttributeError in gate: params has nothing, not missing",
 }
 
 
