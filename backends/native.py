@@ -93,11 +93,13 @@ class NativeAttention(AttentionBackend):
     def plan(self, metadata: AttentionMetadata) -> NativePlan:
         """Return a plan with each token's sequence and number of visible keys. The last token of a sequence sees all keys of the
         sequence."""
-        starts = metadata.query_start_loc_cpu.numpy()
-        counts = numpy.diff(starts)
-        sequences = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
-        later = starts[1:][sequences] - 1 - numpy.arange(len(sequences), dtype=numpy.int32)
-        lens = numpy.maximum(metadata.seq_lens_cpu.numpy()[sequences] - later, 0).astype(numpy.int32)
+        lens = metadata.seq_lens_cpu.numpy()
+        sequences = numpy.arange(len(lens), dtype=numpy.int32)
+        if metadata.max_query_len > 1:
+            starts = metadata.query_start_loc_cpu.numpy()
+            sequences = numpy.repeat(sequences, numpy.diff(starts))
+            later = starts[1:][sequences] - 1 - numpy.arange(len(sequences), dtype=numpy.int32)
+            lens = numpy.maximum(lens[sequences] - later, 0).astype(numpy.int32)
         table = metadata.block_table_cpu
         spec = self.spec
         step = StepStruct(

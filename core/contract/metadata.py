@@ -337,8 +337,10 @@ def _pack(
     numpy.cumsum(query, out=starts[1:])
     numpy.add(query, context, out=packed.host("seq_lens"))
     numpy.maximum(context, 0, out=packed.host("contexts"))
-    rows = numpy.repeat(numpy.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
-    positions = numpy.arange(num_tokens) - (starts[:-1] - context)[rows]
+    rows, positions = numpy.arange(num_seqs), context  # [num_tokens]: the sequence of each token, and its position
+    if num_tokens > num_seqs:
+        rows = numpy.repeat(rows, query)
+        positions = numpy.arange(num_tokens) - (starts[:-1] - context)[rows]
     columns, places = numpy.maximum(positions, 0) // block_size, positions % block_size
     for group, blocks in enumerate(block_tables):
         table = packed.host(f"table {group}").reshape(num_seqs, widest)

@@ -117,15 +117,22 @@ NO_TOKEN_LEFT = -2
 def greedy(logits: Tensor) -> Tensor:
     """Return the most likely token of each row of logits [rows, vocab_size]: int64 [rows], NOT_A_TOKEN if a logit is NaN."""
     tokens = argmax(logits)  # NaN is treated as the largest number
+    if _in_numpy(logits):
+        found, scores = tokens.numpy(), logits.numpy()
+        found[numpy.isnan(scores[numpy.arange(len(scores)), found])] = NOT_A_TOKEN
+        return tokens
     best = logits.gather(-1, tokens[:, None])[:, 0]
     return torch.where(best.isnan(), NOT_A_TOKEN, tokens)
 
 
 def argmax(scores: Tensor) -> Tensor:
     """Return the first of the largest elements of each row of scores [rows, vocab_size]: int64 [rows]."""
-    if scores.device.type == "cpu" and scores.dtype == torch.float32:
-        return torch.from_numpy(scores.numpy().argmax(axis=-1))  # on a CPU, ten times as fast as torch's
-    return scores.argmax(dim=-1)
+    return torch.from_numpy(scores.numpy().argmax(axis=-1)) if _in_numpy(scores) else scores.argmax(dim=-1)
+
+
+def _in_numpy(scores: Tensor) -> bool:
+    """Return whether NumPy searches the scores. On a CPU it is ten times as fast as torch."""
+    return scores.device.type == "cpu" and scores.dtype == torch.float32
 
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]

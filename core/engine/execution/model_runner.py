@@ -378,11 +378,13 @@ class ModelRunner:
     def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
         """Return token ids and positions, [num_tokens] each, on the device. Tokens that the host has not read come from
         `_newest`."""
-        rows = numpy.repeat(step.rows, step.query_lens)
+        rows = step.rows if step.num_tokens == step.num_seqs else numpy.repeat(step.rows, step.query_lens)
         numbers = numpy.empty((3, step.num_tokens), dtype=numpy.int64)
         numbers[0], numbers[1], numbers[2] = step.token_ids, positions_of(step), rows
         ids, positions, own_rows = upload(torch.from_numpy(numbers), self._device)
-        if (step.token_ids == NEWEST).any():
+        if step.continues:
+            ids = self._newest.index_select(0, own_rows).clamp_min(0)
+        elif (step.token_ids == NEWEST).any():
             ids = torch.where(ids == NEWEST, self._newest.index_select(0, own_rows).clamp_min(0), ids)
         return ids, positions
 

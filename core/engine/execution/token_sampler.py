@@ -42,6 +42,8 @@ from headway.core.sampling.sampler import (
 
 def positions_of(step: StepInput) -> NDArray[numpy.int64]:
     """Return int64 [num_tokens]: position of every new token in its sequence."""
+    if step.num_tokens == step.num_seqs:
+        return step.context_lens.astype(numpy.int64)
     starts = numpy.cumsum(step.query_lens, dtype=numpy.int64) - step.query_lens
     positions: NDArray[numpy.int64] = numpy.arange(step.num_tokens) + numpy.repeat(step.context_lens - starts, step.query_lens)
     return positions
@@ -50,6 +52,8 @@ def positions_of(step: StepInput) -> NDArray[numpy.int64]:
 def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
     """Return the int64 indices of the new tokens whose logits are sampled: the last new token of each sampling sequence or, with
     k drafts, its last k + 1 new tokens."""
+    if step.continues:
+        return numpy.arange(step.num_seqs)
     counts = numpy.where(step.samples, step.num_draft_tokens + 1, 0)
     ends = numpy.cumsum(step.query_lens, dtype=numpy.int64)
     if not step.num_draft_tokens.any():
@@ -61,9 +65,9 @@ def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
 
 def sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
     """Return int32 arrays with the row and the position of every sampled token."""
-    indices = logit_indices(step)
-    if len(indices) == step.num_tokens == step.num_seqs:
+    if step.continues:
         return step.rows, step.context_lens + 1
+    indices = logit_indices(step)
     rows = numpy.repeat(step.rows, step.query_lens)[indices]
     return rows, (positions_of(step)[indices] + 1).astype(numpy.int32)
 

@@ -76,6 +76,7 @@ INLINE void take_tile(const Step *s, const float *q, const float *const *keys, c
     float scores[TILE];
     if (s->dim == 64) tile_scores(64 / WIDTH, 64, q, keys, count, scores);
     else if (s->dim == 128) tile_scores(128 / WIDTH, 128, q, keys, count, scores);
+    else if (s->dim == 256) tile_scores(256 / WIDTH, 256, q, keys, count, scores);
     else tile_scores(0, s->dim, q, keys, count, scores);
     for (int j = count; j < TILE; j++) scores[j] = -INFINITY;
     float most = softmax->most;
@@ -91,7 +92,20 @@ INLINE void take_tile(const Step *s, const float *q, const float *const *keys, c
     softmax->most = most;
     if (s->value_dim == 64) tile_values(64 / WIDTH, 64, scores, values, count, shrink, sums);
     else if (s->value_dim == 128) tile_values(128 / WIDTH, 128, scores, values, count, shrink, sums);
+    else if (s->value_dim == 256) tile_values(256 / WIDTH, 256, scores, values, count, shrink, sums);
     else tile_values(0, s->value_dim, scores, values, count, shrink, sums);
+}
+
+typedef struct { long key, value; } Place; // of a KV head's key and value, in elements
+
+INLINE Place place_of(const Cache *c, const int32_t *table, long position, long kv_head) {
+    long block = table[position / c->block_size], slot = position % c->block_size;
+    return (Place){block * c->key_block + slot * c->key_slot + kv_head * c->key_head,
+                   block * c->value_block + slot * c->value_slot + kv_head * c->value_head};
+}
+
+INLINE void fetch_row(const void *base, long at, long dim, long size) {
+    for (long i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)base + at * size + i, 0, 2);
 }
 
 // Attend the heads of a KV head to keys from `first` up to `last`. sums: [group, value_dim]; softmax: [group].
@@ -107,15 +121,18 @@ static void attend(const Decode *d, long token, long kv_head, long first, long l
         memset(sums + g * s->value_dim, 0, s->value_dim * sizeof(float));
     }
     const int32_t *table = s->table + s->sequences[token] * s->table_row;
+    long size = s->type == FLOAT32 ? 4 : 2;
     for (long start = first; start < last; start += TILE) {
         int count = last - start < TILE ? (int)(last - start) : TILE;
         const float *keys[TILE], *values[TILE];
         for (int j = 0; j < count; j++) {
-            long position = start + j, block = table[position / c->block_size], slot = position % c->block_size;
-            long key = block * c->key_block + slot * c->key_slot + kv_head * c->key_head;
-            long value = block * c->value_block + slot * c->value_slot + kv_head * c->value_head;
-            keys[j] = row_of(c->key, key, s->type, s->dim, key_room + j * s->dim);
-            values[j] = row_of(c->value, value, s->type, s->value_dim, value_room + j * s->value_dim);
+            Place own = place_of(c, table, start + j, kv_head);
+            keys[j] = row_of(c->key, own.key, s->type, s->dim, key_room + j * s->dim);
+            values[j] = row_of(c->value, own.value, s->type, s->value_dim, value_room + j * s->value_dim);
+            if (start + j + TILE >= last) continue;
+            Place next = place_of(c, table, start + j + TILE, kv_head);
+            fetch_row(c->key, next.key, s->dim, size);
+            fetch_row(c->value, next.value, s->value_dim, size);
         }
         for (long g = 0; g < group; g++) take_tile(s, q + g * s->dim, keys, values, count, softmax + g, sums + g * s->value_dim);
     }
@@ -148,7 +165,7 @@ static void merge(const Decode *d, long token, long kv_head, long count, const f
     }
 }
 
-#define LEAST_PART 128 // keys per split, below which a split costs more than it saves
+#define LEAST_PART 32768 // products of q and keys per split, below which a split costs more than it saves
 
 // Returns 1 if memory is exhausted.
 int headway_decode(const Decode *d) {
@@ -157,7 +174,7 @@ int headway_decode(const Decode *d) {
     long group = s->num_heads / s->num_kv_heads, items = s->tokens * s->num_kv_heads, longest = 0, size = s->type == FLOAT32 ? 4 : 2;
     for (long t = 0; t < s->tokens; t++) longest = s->lens[t] > longest ? s->lens[t] : longest;
     if (s->window && longest > s->window) longest = s->window;
-    long threads = omp_get_max_threads(), wanted = items ? (4 * threads + items - 1) / items : 1, most = longest / LEAST_PART;
+    long threads = omp_get_max_threads(), wanted = items ? (4 * threads + items - 1) / items : 1, most = longest * group * s->dim / LEAST_PART;
     long parts = wanted < most ? wanted : most;
     parts = parts < 1 ? 1 : parts;
     long stride = group * (2 + s->value_dim);
