@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native import library
 from headway.kernels.runtime.native import library as panels_module
-from headway.kernels.runtime.native.library import functions, multiply, pack_dense, pack_quantized
+from headway.kernels.runtime.native.library import HugePages, functions, multiply, pack_dense, pack_quantized
 from headway.kernels.step.native import NativeOperations
 from headway.kernels.step.operations import Heads, Norm, TorchOperations
 from operation_inputs import ropes
@@ -157,6 +158,23 @@ def test_steps_are_those_of_torch(dtype: torch.dtype, head_norms: bool, count: i
     normed = plain.norm(x.float(), wide).double()
     assert close(native.norm(x, norm), normed, tolerance)
     assert close(native.add_norm(residual.clone(), x, norm), residual.double() + normed, tolerance)
+
+
+def test_small_weights_share_an_array_that_is_freed_with_the_last_of_them() -> None:
+    tracemalloc.start()
+    pages, given = HugePages(), [drawn(999, 3), drawn(50, 7).to(torch.int8), drawn(4000, 6000), drawn(9, 9).half()]
+    held = [pages.hold(tensor) for tensor in given]
+    assert all(torch.equal(one, other) for one, other in zip(held, given, strict=True))
+    assert [each.data_ptr() % 16 for each in held] == [0] * 4
+    first, small, large, last = (each.data_ptr() for each in held)
+    assert first < small < last < first + 2**14
+    assert not first <= large < first + 2**26
+    full = tracemalloc.get_traced_memory()[0]
+    del held[:3]
+    assert 4000 * 6000 * 4 <= full - tracemalloc.get_traced_memory()[0] < 2**26 + 4000 * 6000 * 4
+    held.clear()
+    assert full - tracemalloc.get_traced_memory()[0] >= 2**26 + 4000 * 6000 * 4
+    tracemalloc.stop()
 
 
 def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -476,15 +476,21 @@ class HugePages:
 
     def hold(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor."""
+        place = torch.from_numpy(self._take(tensor.nbytes))
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _take(self, nbytes: int) -> NDArray[numpy.uint8]:
+        if nbytes > self._ARRAY // 4:
+            return numpy.empty(nbytes, dtype=numpy.uint8)
         with self._lock:
             array = None if self._newest is None else self._newest()
-            if array is None or self._used + tensor.nbytes > len(array):
-                array = numpy.empty(max(self._ARRAY, tensor.nbytes), dtype=numpy.uint8)
+            if array is None or self._used + nbytes > self._ARRAY:
+                array = numpy.empty(self._ARRAY, dtype=numpy.uint8)
                 self._newest = weakref.ref(array)
                 self._used = 0
-            place = torch.from_numpy(array[self._used : self._used + tensor.nbytes])
-            self._used += -(-tensor.nbytes // self._ALIGN) * self._ALIGN
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            begin = self._used
+            self._used += -(-nbytes // self._ALIGN) * self._ALIGN
+        return array[begin : begin + nbytes]
 
 
 _HUGE_PAGES = HugePages()
