@@ -247,10 +247,8 @@ class FlashAttention3(AttentionBackend):
 
         lengths_hold: True if the step runs with the lengths that the host knows.
         """
-        kv_lens, starts = (
-            metadata.seq_lens_cpu.long().numpy(),
-            metadata.query_start_loc_cpu.numpy(),
-        )  # int64: the sums may exceed 2**31
+        kv_lens = metadata.seq_lens_cpu.long().numpy()  # int64: the sums may exceed 2**31
+        starts = metadata.query_start_loc_cpu.numpy()
         tiles = -(-(starts[1:] - starts[:-1]) * self.spec.group_size // TILE)
         if lengths_hold and metadata.max_seq_len * self._multiprocessors <= int(tiles @ kv_lens) * self.spec.num_kv_heads:
             return 1

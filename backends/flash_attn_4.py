@@ -63,9 +63,8 @@ class FlashAttention4(VarlenAttention):
         if spec.sinks is not None:
             self._sinks = torch.tensor(spec.sinks, dtype=torch.float32, device=spec.device)
         found = capability(spec.device)
-        self._splits = (
-            0 if found is not None and found[0] == 10 else 1
-        )  # 0 means the library's heuristic; Hopper does not support splits
+        # 0 means the library's heuristic; Hopper does not support splits
+        self._splits = 0 if found is not None and found[0] == 10 else 1
 
     @classmethod
     def available(cls) -> Support:

@@ -209,13 +209,8 @@ class FlexAttention(AttentionBackend):
 
     def _mods(self, places: Places) -> tuple[Any, Any]:
         """Return FlexAttention's mask_mod, and its score_mod or None."""
-        rule, window, softcap, slopes, values = (
-            self._rule,
-            self.spec.sliding_window,
-            self.spec.softcap,
-            self._slopes,
-            self._values,
-        )
+        rule, slopes, values = self._rule, self._slopes, self._values
+        window, softcap = self.spec.sliding_window, self.spec.softcap
 
         def params(head: Tensor) -> Any:
             found = _Parameters()

@@ -140,10 +140,10 @@ class GpuKind:
     gpus_per_host: int = 8
 
 
-def _table(device: str, version: str, *rows: Sequence[float]) -> AllReduceTimes:
+def _table(measured: str, *rows: Sequence[float]) -> AllReduceTimes:
     """Return all-reduce times for 2, 4 and 8 ranks: vLLM's custom all-reduce, or NCCL for messages larger than the custom
     all-reduce supports."""
-    source = f"{device}, vLLM {version}, from NVIDIA's aiconfigurator-core 0.12.0 (Apache-2.0)"
+    source = f"{measured}, from NVIDIA's aiconfigurator-core 0.12.0 (Apache-2.0)"
     return AllReduceTimes(source, dict(zip((2, 4, 8), rows, strict=True)))
 
 
@@ -156,8 +156,7 @@ _KINDS: Final = (
         matrix_rate=989e12,
         link="NVLink 4, 450 GB/s",
         all_reduce=_table(
-            "H100 SXM",
-            "0.24.0",
+            "H100 SXM, vLLM 0.24.0",
             (4.4, 4.4, 4.8, 6.3, 12.4, 45.0, 156.3, 468.8),
             (4.8, 4.9, 5.8, 11.4, 18.6, 53.5, 191.2, 618.8),
             (5.1, 5.6, 7.9, 12.0, 19.4, 50.7, 177.8, 577.4),
@@ -172,8 +171,7 @@ _KINDS: Final = (
         matrix_rate=989e12,
         link="NVLink 4, 450 GB/s",
         all_reduce=_table(
-            "H200 SXM",
-            "0.24.0",
+            "H200 SXM, vLLM 0.24.0",
             (4.6, 4.6, 4.8, 6.3, 12.4, 43.0, 144.8, 463.0),
             (4.8, 4.9, 5.8, 10.5, 17.8, 51.8, 179.6, 609.0),
             (5.1, 5.7, 7.9, 11.1, 18.1, 48.4, 165.9, 562.4),
@@ -188,8 +186,7 @@ _KINDS: Final = (
         matrix_rate=312e12,
         link="NVLink 3, 300 GB/s",
         all_reduce=_table(
-            "A100 SXM",
-            "0.14.0",
+            "A100 SXM, vLLM 0.14.0",
             (5.3, 5.2, 5.7, 8.0, 15.2, 89.7, 222.2, 746.1),
             (5.5, 6.0, 7.8, 14.5, 26.0, 118.0, 288.1, 996.3),
             (6.3, 6.9, 11.4, 18.9, 27.9, 129.0, 364.3, 1160.9),
@@ -204,8 +201,7 @@ _KINDS: Final = (
         matrix_rate=362e12,
         link="PCIe 4, 32 GB/s",
         all_reduce=_table(
-            "L40S",
-            "0.14.0",
+            "L40S, vLLM 0.14.0",
             (5.7, 7.4, 11.0, 32.1, 116.8, 449.9, 1776.9, 7006.7),
             (14.3, 26.0, 59.6, 219.0, 840.8, 3321.8, 13598.0, 54406.4),
             (27.6, 48.4, 108.3, 444.5, 2079.9, 8167.5, 30062.3, 120267.1),
@@ -220,8 +216,7 @@ _KINDS: Final = (
         matrix_rate=2250e12,
         link="NVLink 5, 900 GB/s",
         all_reduce=_table(
-            "B200 SXM",
-            "0.24.0",
+            "B200 SXM, vLLM 0.24.0",
             (7.0, 7.0, 7.4, 9.4, 25.3, 50.6, 87.2, 280.4),
             (7.1, 7.4, 8.1, 18.0, 23.8, 43.2, 119.0, 352.9),
             (7.8, 8.2, 9.4, 26.1, 20.7, 39.2, 111.3, 442.3),

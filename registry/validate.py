@@ -233,9 +233,8 @@ def check_class(loaded: Any, kind: OperationKind, name: str, where: str) -> Any:
     :raises PluginError: if the returned object is not a kernel class, or its claims are not valid.
     """
     base, claims = kind.kernel, kind.claims
-    whole = isinstance(loaded, type) and issubclass(
-        loaded, base
-    )  # a separate name, so that mypy does not narrow the type of `loaded`
+    # a separate name, so that mypy does not narrow the type of `loaded`
+    whole = isinstance(loaded, type) and issubclass(loaded, base)
     if not whole:
         raise PluginError(f"{where}: load() must return a subclass of {base.__name__}, got {loaded!r}")
     if isabstract(loaded):

@@ -200,9 +200,8 @@ class Chunks:
     """int32 [max_chunks, CHUNK_FIELDS]: description of each chunk."""
     seqs: Tensor = field(init=False)
     """int32 [num_seqs, SEQ_FIELDS]: description of each sequence."""
-    _bound: list[BoundKernel] = field(
-        init=False, default_factory=list
-    )  # The launch, bound at first use: it is part of every graph's replay
+    # The launch, bound at first use: it is part of every graph's replay
+    _bound: list[BoundKernel] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         most = max_chunk_count(len(self.seq_lens), self.splits, self.even)

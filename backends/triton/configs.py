@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 INVARIANT_SPLITS, INVARIANT_KEYS = 16, 128
 """Number of splits of every sequence in batch-invariant mode. With this number, one sequence with 8 kv heads nearly fills 132
@@ -108,35 +109,19 @@ SHORT_PROMPT = 2048
 _PLAIN = PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 _SMALL = PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
 _TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
+_DECODE_90 = partial(DecodeConfig, bytes_per_us=4.1e6)
 
 SM_90 = Architecture(
     "sm_90",
     decode={
-        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.54, wave_us=7.6, bytes_per_us=4.1e6),
-        "many": DecodeConfig(
-            128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, busy_us=2.02, wave_us=1.7, bytes_per_us=4.1e6
+        "few": _DECODE_90(block_n=16, num_warps=1, num_stages=5, tile_us=0.54, wave_us=7.6),
+        "many": _DECODE_90(128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, busy_us=2.02, wave_us=1.7),
+        "fp8": _DECODE_90(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6),
+        "wide": _DECODE_90(16, 4, 5, residents=1, tile_us=1.3, wave_us=5.0, merge_us=0.05, merge_row_us=0, merge_launch_us=2),
+        "latent": _DECODE_90(
+            32, 4, 3, 32, 2, tile_us=0.92, busy_us=1.13, wave_us=6.6, merge_us=0.137, merge_row_us=0, merge_launch_us=1.8
         ),
-        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
-        "wide": DecodeConfig(
-            16, 4, 5, residents=1, tile_us=1.3, wave_us=5.0, merge_us=0.05, merge_row_us=0, merge_launch_us=2, bytes_per_us=4.1e6
-        ),
-        "latent": DecodeConfig(
-            32,
-            4,
-            3,
-            32,
-            2,
-            tile_us=0.92,
-            busy_us=1.13,
-            wave_us=6.6,
-            merge_us=0.137,
-            merge_row_us=0,
-            merge_launch_us=1.8,
-            bytes_per_us=4.1e6,
-        ),
-        "latent wide": DecodeConfig(
-            64, 8, 2, 64, 1, tile_us=3.8, wave_us=6.4, merge_us=0.08, merge_row_us=0, merge_launch_us=2.8, bytes_per_us=4.1e6
-        ),
+        "latent wide": _DECODE_90(64, 8, 2, 64, 1, tile_us=3.8, wave_us=6.4, merge_us=0.08, merge_row_us=0, merge_launch_us=2.8),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),

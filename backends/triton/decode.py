@@ -254,17 +254,8 @@ class Decode:
     ) -> None:
         """Launch the kernel for a step's first layer, and bind the launch for later layers of the same kind."""
         q, _, _, out, k, v, *_ = tensors
-        compiled_for = (
-            key,
-            plan.block_m,
-            plan.rows,
-            plan.max_query_len == 1,
-            plan.chunks.split,
-            plan.early,
-            plan.ahead,
-            plan.merges_apart,
-            plan.config,
-        )
+        sizes, launch = (plan.block_m, plan.rows, plan.chunks.split), (plan.early, plan.ahead, plan.merges_apart)
+        compiled_for = key, sizes, launch, plan.max_query_len == 1, plan.config
         known = self._constants.get(compiled_for)
         if known is None:
             if len(self._constants) >= _MAX_STRIDES:

@@ -301,8 +301,9 @@ class _Recorder(TorchDispatchMode):
             raise _Refusal(f"torch.{name} of a whole parameter or with several results")
         self.kept.append(result)
         values = [self._value(each) for each in operands]
-        if unlike := [each for each in (result, *operands) if _reshaped(each)]:
-            raise _Refusal(f"torch.{name} with the shape {list(unlike[0].shape)}, which is not elementwise")
+        for each in (result, *operands):
+            if isinstance(each, Tensor) and each.dim() and each.shape != _SHAPE:
+                raise _Refusal(f"torch.{name} with the shape {list(each.shape)}, which is not elementwise")
         if name in _FILLED or (name in _OPERATIONS and all(each.number is not None for each in values)):
             self.values[id(result)] = _number(result.flatten()[0].item(), result.dtype)
         elif name in _SAME:
@@ -404,10 +405,6 @@ class _Recorder(TorchDispatchMode):
         elif name == "sub":  # a query sees no later key, and results for other keys are not used
             natural = [value.text for value in values] == ["q_pos", "k_pos"] and "alpha" not in kwargs
         return self.writer.assign(text, dtype, depends, natural)
-
-
-def _reshaped(operand: Any) -> bool:
-    return isinstance(operand, Tensor) and operand.shape != _SHAPE and operand.dim() > 0
 
 
 def _number(number: float, dtype: torch.dtype) -> _Value:

@@ -83,9 +83,8 @@ def _diagnosed(kernels: KernelRegistry[Any, Any], machine: Machine) -> list[dict
         if support:
             origin = kernels.backend(name).origin()
         else:
-            loads = all(
-                reason.what != "import" for reason in support.reasons
-            )  # a module that failed to load is not loaded a second time
+            # a module that failed to load is not loaded a second time
+            loads = all(reason.what != "import" for reason in support.reasons)
             advice = advise(entry.info.extra, support, kernels.backend(name).capabilities.devices if loads else None, machine)
         own = {"name": name, "kind": entry.owner, "summary": entry.info.summary}
         found.append({**own, **_finding(support, origin, advice)})

@@ -125,11 +125,8 @@ def _experts(specs: Mapping[ExpertsSpec, int], device: torch.device, registry: R
     def unbound(*_: object) -> Any:
         raise AssertionError("no layer is bound")
 
-    options, identity, found = (
-        ExpertsOptions(registry.experts.classes, invariant=fixed),
-        identify_device(device),
-        list[dict[str, Any]](),
-    )
+    options, identity = ExpertsOptions(registry.experts.classes, invariant=fixed), identify_device(device)
+    found: list[dict[str, Any]] = []
     layers = ExpertsLayers(options, lambda config: unbound, lambda kernel, spec, shared: kernel(spec))
     able = {name: registry.experts.able(name, device.type) for name in registry.experts.meant_for(device.type)}
     for spec, count in specs.items():
@@ -447,6 +444,8 @@ def explain_attention(
     notes = [f"selection: {chosen}" + "; |: chosen for each step by its lengths" * ("|" in str(chosen))]
     if nearest is not None:
         notes += [_row_in_words(nearest, prior), f"table: {plain['table']}, {plain['age']}"]
+    if prior is not None:
+        notes += [f"prior: {prior}", *(f"  other there: {line}" for line in prior.differs)]
     return plain, Section(
         f"{shape.phase.value}, {_in_words(shape)}: ",
         choice,
@@ -454,7 +453,7 @@ def explain_attention(
         ("backend", f"us per step of {layers} layers"),
         [_row(each, reasons[each.name], choice, able) for each in rated],
         remarks,
-        notes + ([] if prior is None else _prior_in_words(prior)),
+        notes,
     )
 
 
@@ -479,10 +478,6 @@ def _row_in_words(cell: Cell, prior: PriorRecord | None) -> str:
     where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
     source = "" if prior is None else ", measured here" if cell.source == "measured" else f", {cell.source}, not checked here"
     return f"nearest row of the table: {cell.phase}, {_in_words(cell)}, {cell.kernel}, {where}: {time}, {cell.status}{source}"
-
-
-def _prior_in_words(prior: PriorRecord) -> list[str]:
-    return [f"prior: {prior}", *(f"  other there: {line}" for line in prior.differs)]
 
 
 def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:

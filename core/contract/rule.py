@@ -318,30 +318,7 @@ def _source(of: Any, owner: str) -> bytes:
         raise ConfigError(f"attention rule {owner}", need, f"{of.__name__} without source", hint) from None
 
 
-_PLACES = (
-    0,
-    1,
-    2,
-    15,
-    16,
-    17,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    511,
-    512,
-    1023,
-    1024,
-    1025,
-    4095,
-    4096,
-    (1 << 17) - 1,
-    1 << 17,
-    1 << 19,
-)
+_PLACES = {2**n + near for n in (0, 4, 6, 7, 10) for near in (-1, 0, 1)} | {511, 512, 4095, 4096, 2**17 - 1, 2**17, 2**19}
 """Positions at which a rule is checked: at the edges of blocks and tiles, and far ones."""
 _NEAR = 8192
 """Number of positions from 0 at which one result after the other must be a number."""
@@ -367,7 +344,7 @@ def check_rule(rule: AttentionRule, num_heads: int, num_kv_heads: int, head_dim:
     for field, value in rule._fields():
         if _is_per_head(field) and len(value) != num_heads:
             raise checked.error(field.name, f"one number for each of {num_heads} heads", f"{len(value)} of them")
-    places = sorted({place for place in (*_PLACES, longest - 2, longest - 1) if 0 <= place < longest})
+    places = sorted({place for place in _PLACES | {longest - 2, longest - 1} if 0 <= place < longest})
     for part in sorted(rule.parts - {"blocks"}):
         checked.check_elements(part, torch.tensor(places))
     if "blocks" in rule.parts:
@@ -388,11 +365,8 @@ class _CheckedRule:
 
     def check_elements(self, part: str, places: Tensor) -> None:
         """Check `score`, `mask` or `gate` with queries and keys at these positions."""
-        heads, count, kind = (
-            torch.arange(self._heads)[:, None, None],
-            len(places),
-            torch.bool if part == "mask" else torch.float32,
-        )
+        heads, count = torch.arange(self._heads)[:, None, None], len(places)
+        kind = torch.bool if part == "mask" else torch.float32
         scores = torch.randn(self._heads, count, count, generator=self._random) * 4
         found = self._call(part, kind, scores, places[:, None], places, heads)
         again = self._call(part, kind, scores, places[:, None], places, heads)
@@ -434,11 +408,9 @@ class _CheckedRule:
                     self._call(part, kind, one, q_pos[row : row + 1], k_pos[row : row + 1, key : key + 1], heads[head : head + 1])
             at = f"q_pos={q_pos.max()}, k_pos={k_pos.max()}, head={heads.max()}"
             got = f"{type(error).__name__} at {at}: {' '.join(str(error).split())}"
-            hint = (
-                "max_len states a rule's positions; the check of a table by head needs --model"
-                if "out of bounds" in str(error)
-                else ""
-            )
+            hint = ""
+            if "out of bounds" in str(error):
+                hint = "max_len states a rule's positions; the check of a table by head needs --model"
             raise self.error(part, "no exception", got, hint) from error
         if not isinstance(found, Tensor) or found.dtype != kind:
             got = str(found.dtype) if isinstance(found, Tensor) else f"a {type(found).__name__}"
@@ -460,9 +432,8 @@ class _CheckedRule:
         near = torch.isclose(found, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True) if kind else found == other
         if not near.all():
             head, row, key = (~near).nonzero()[0].tolist()
-            values = " and ".join(
-                f"{each[head, row, key].item():.6g}" if kind else str(each[head, row, key].item()) for each in (found, other)
-            )
+            one, two = (each[head, row, key].item() for each in (found, other))
+            values = f"{one:.6g} and {two:.6g}" if kind else f"{one} and {two}"
             raise self.error(part, need, f"{values} at {self._place(places, head + first_head, row + first, key)}")
 
     def _place(self, places: Tensor, head: int, row: int, key: int) -> str:

@@ -517,11 +517,8 @@ class Recorder:
 
     def _hold(self, record: Record, place: int, layer: RecordedLayer, taken: _Taken) -> None:
         """Add a sequence's cached rows, read through the scheduler's table, and digests of the reference's rows."""
-        cache, latent, first = (
-            self._attention.caches[layer.layer],
-            self._latents.get(layer.layer),
-            self._first_held(taken, layer.group),
-        )
+        cache, latent = self._attention.caches[layer.layer], self._latents.get(layer.layer)
+        first = self._first_held(taken, layer.group)
         at = numpy.arange(first, taken.num_tokens)
         slots = self._tables(taken)[layer.group][at // self._block_size].astype(numpy.int64) * self._block_size
         rows = cache.gather(torch.from_numpy(slots + at % self._block_size).to(self._device))

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from operator import contains
 from typing import cast
 
 from headway.core.contract.metadata import Phase
@@ -286,12 +287,11 @@ class Surface:
         """Grid cell -> corrections that affect it. A cell is the number of boundaries at or below a point on each axis."""
         known = set(grid)
         # points on grid lines come first: points off the lines on two axes correct the surface that these have changed
-        for axes, leaf in sorted(between.items(), key=lambda point: _off_lines(point[0], lines)):
+        for axes, leaf in sorted(between.items(), key=lambda point: -sum(map(contains, lines, point[0]))):
             hats = [_hat(axes, number, line, known) for number, line in enumerate(lines)]
             expected = self.at(axes)
-            surplus = tuple(
-                got - guess if math.isfinite(guess) else 0.0 for got, guess in zip(leaf, expected, strict=True)
-            )  # if the grid has no time, nothing is chosen there, whatever was measured between
+            # if the grid has no time, nothing is chosen there, whatever was measured between
+            surplus = tuple(got - guess if math.isfinite(guess) else 0.0 for got, guess in zip(leaf, expected, strict=True))
             for cell in product(*map(_cells, hats, self._ends)):
                 self._corrections.setdefault(cell, []).append((hats, surplus))
             known.add(axes)
@@ -312,11 +312,6 @@ def _cells(hat: _Hat, line: Sequence[float]) -> list[int]:
     """Return the numbers of the cells between the boundaries in `line` that overlap a correction's range."""
     low, _, high = hat
     return [n for n in range(1, len(line)) if low < line[n] and line[n - 1] < high]
-
-
-def _off_lines(axes: Axes, lines: Sequence[Sequence[float]]) -> int:
-    """Return the number of axes on which a point is between two grid lines."""
-    return sum(value not in line for value, line in zip(axes, lines, strict=True))
 
 
 def _hat(axes: Axes, number: int, line: Sequence[float], known: set[Axes]) -> _Hat:

@@ -176,9 +176,8 @@ class Infill:
         """Return the prompt for a gap. encode: function from a text to token ids without special tokens. :raises PromptError: if
         a text is not valid Unicode."""
         prefix_id, suffix_id, middle_id = self._ids
-        around = list(
-            self._tokenizer("")["input_ids"]
-        )  # BOS if the model has one; an end-of-text token does not belong in a prompt
+        # BOS if the model has one; an end-of-text token does not belong in a prompt
+        around = list(self._tokenizer("")["input_ids"])
         begun = [token for token in around if token != self._tokenizer.eos_token_id]
         ids = [*begun, prefix_id, *encode(whole_text(prefix)), suffix_id, *encode(whole_text(suffix, "suffix")), middle_id]
         return {"prompt": prefix, "prompt_token_ids": ids}

@@ -55,10 +55,8 @@ class PeerMemory:
             store.set(_key(name, rank), bytes(handle).hex())
             for other in range(size):
                 if other != rank:
-                    theirs, address = (
-                        _Handle.from_buffer_copy(bytes.fromhex(store.get(_key(name, other)).decode())),
-                        ctypes.c_uint64(),
-                    )
+                    theirs = _Handle.from_buffer_copy(bytes.fromhex(store.get(_key(name, other)).decode()))
+                    address = ctypes.c_uint64()
                     _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, _LAZY_PEER_ACCESS))
                     addresses[other] = address.value
         self.addresses: Sequence[int] = addresses

@@ -395,7 +395,8 @@ class BoundExperts:
             try:
                 kernel.apply(routed.x, routed.experts, routed.weights, weights, out)
             except Exception as error:
-                if is_own(type(kernel)) or isinstance(error, torch.OutOfMemoryError) or _capturing(x):
+                capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+                if capturing or is_own(type(kernel)) or isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise KernelRaisedError(kernel, error) from error
 
@@ -418,7 +419,3 @@ class BoundExperts:
                 self.kind.leave_out_raised(raised)
                 return self(x, onto)
         return out
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -128,11 +128,8 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
     for name in EXPANDED:
         yield info(f"dequantize+{name}", f"weights dequantised for {name}", "tiles:dequantizing", _TRITON, name)
     for rows in GROUPED_TILE_ROWS:
-        name, summary = (
-            f"cuda.lots{rows}",
-            f"grouped GEMM over tiles of {rows} rows of an expert, quantised weights, wgmma (H100)",
-        )
-        yield info(name, summary, "cuda_grouped_gemm:cuda_grouped_gemm", _CUDA, rows)
+        summary = f"grouped GEMM over tiles of {rows} rows of an expert, quantised weights, wgmma (H100)"
+        yield info(f"cuda.lots{rows}", summary, "cuda_grouped_gemm:cuda_grouped_gemm", _CUDA, rows)
 
 
 def _load(place: str, arguments: tuple[object, ...]) -> Any:

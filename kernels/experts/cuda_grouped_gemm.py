@@ -110,8 +110,9 @@ class GroupedVariant:
 
     @property
     def row_columns(self) -> int:
-        """Columns per row of permuted x, including the zeros at the row's end."""
-        return arranged_columns(self.of.each.weight)
+        """Columns per row of permuted x, rounded up to whole steps by zeros at the row's end."""
+        weight = self.of.each.weight
+        return -(-weight.row * (2 if weight.half else 1) // _STEP_COLUMNS) * _STEP_COLUMNS
 
     @property
     def table_words(self) -> int:
@@ -132,11 +133,6 @@ class GroupedVariant:
                 "NEXT_PAIR_STEP": 2 if self.following.kind == "mxfp4" else 1,
             }
         return Variant(CSRC, "expert_lots.cu", tuple(constants.items()))
-
-
-def arranged_columns(weight: WeightBytes) -> int:
-    """Return the number of columns per row of permuted x for a weight, rounded up to whole steps."""
-    return -(-weight.row * (2 if weight.half else 1) // _STEP_COLUMNS) * _STEP_COLUMNS
 
 
 def grouped_variant(

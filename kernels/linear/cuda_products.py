@@ -237,9 +237,8 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
         support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")
     if rows is not None and (rows % PART_ROWS or described.row % (SLICE_BYTES if described.half >= SLICE_BYTES else _COPY)):
         support &= Support.no("shape", "experts of multiples of 16 rows of 16 bytes", f"{rows} x {columns}")
-    short = (
-        described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0
-    )  # 4-bit values are scaled individually, unlike bytes
+    # 4-bit values are scaled individually, unlike bytes
+    short = described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0
     whole = span % SLICE_BYTES == 0 or short or by_row
     if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % PART_ROWS and not by_row):
         support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", WeightFormat.of(weight))

@@ -120,11 +120,6 @@ def zeros_of(weight: QuantizedWeight) -> Tensor | None:
     return (low | high << 4).contiguous().view(torch.int32)
 
 
-def bias_of(bias: Tensor | None) -> Tensor | None:
-    """Return the bias [N] in Marlin's order."""
-    return None if bias is None else _permuted(bias[None], _WHOLE)[0]
-
-
 def type_of(weight: QuantizedWeight) -> int:
     """Return vLLM's ID for a weight's element type."""
     if isinstance(weight, Int4Weight):
@@ -243,7 +238,7 @@ class Marlin(FusedKernel):
             codes=repack(**given),
             scales=scales_of(weight, dtype),
             zeros=zeros_of(weight),
-            bias=bias_of(bias),
+            bias=None if bias is None else _permuted(bias[None], _WHOLE)[0],
             order=weight.order if isinstance(weight, Int4Weight) else None,
             type_id=type_of(weight),
         )

@@ -225,12 +225,8 @@ def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
             yield from _sizes(value)
         elif key in _UNUSED_WITHOUT and not config.get(_UNUSED_WITHOUT[key]):
             continue
-        elif _SIZE.search(key) and not _NO_SIZE.search(key) and (type(value) is int or _is_digits(value)):
+        elif _SIZE.search(key) and not _NO_SIZE.search(key) and (type(value) is int or str(value).isdigit()):
             yield key, value
-
-
-def _is_digits(value: object) -> bool:
-    return isinstance(value, str) and value.isdigit()
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:

@@ -54,7 +54,8 @@ class RankedOperations:
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """Return the linear layer's output, summed over ranks if the layer is sharded by columns."""
         if linear.summed:
-            return _into(out, self._ranks.all_reduce(self._inner.product(x, linear)))
+            whole = self._ranks.all_reduce(self._inner.product(x, linear))
+            return whole if out is None else out.copy_(whole)
         return self._inner.product(x, linear, out)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -112,7 +113,3 @@ class SumsInOrder:
 def over_ranks(operations: Operations, ranks: Ranks) -> Operations:
     """Return operations that combine the shards of several ranks; the argument itself if there is only one rank."""
     return operations if ranks.size == 1 else RankedOperations(operations, ranks)
-
-
-def _into(out: Tensor | None, whole: Tensor) -> Tensor:
-    return whole if out is None else out.copy_(whole)

@@ -149,12 +149,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
     return _LIVE[handle].attend(layer, q, k, v)
 
 
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
-    return q.new_empty((*q.shape[:2], v.shape[2]))
-
-
 _library.impl("adapted_attention", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("headway::adapted_attention", _attend_fake, lib=_library)
+torch.library.register_fake(
+    "headway::adapted_attention", lambda q, k, v, place: q.new_empty((*q.shape[:2], v.shape[2])), lib=_library
+)
 
 AttentionInterface.register(NAME, attend)
 

@@ -106,9 +106,8 @@ class ProfileRoutes(RouteGroup):
         self._service = service
         self._llm = service.llm
         self._profiling = False
-        self._lock = (
-            asyncio.Lock()
-        )  # held while a profile starts or stops, so that a new one starts only after the last trace is written
+        # held while a profile starts or stops, so that a new one starts only after the last trace is written
+        self._lock = asyncio.Lock()
 
     @answers("POST", "/start_profile", body=[ProfileRequest], required=False)
     async def start(self, request: Request) -> Response:

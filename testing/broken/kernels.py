@@ -306,10 +306,6 @@ class PlainStates(StateBackend):
             cache.logical_conv[slot] = state.conv.to(self.spec.dtype)
 
 
-def _without_conv(self: PlainStates, cache: StateCache, slot: int, context: int) -> SequenceState:
-    return replace(PlainStates.begin(self, cache, slot, context), conv=SequenceState.zeros(self.spec).conv)
-
-
 def _after_the_last_draft(self: PlainStates, plan: StateMetadata, row: int, tokens: int, length: int) -> list[int]:
     if plan.step.num_decodes:
         return [slot for slot in plan.out_slots[row, :1].tolist() if slot >= 0 and tokens == length]
@@ -362,7 +358,9 @@ _MISTAKES: dict[str, dict[str, Any]] = {
     # A new sequence starts with the old contents of its slot.
     "begins-with-the-slot": {"begin": lambda self, cache, slot, context: PlainStates.begin(self, cache, slot, max(context, 1))},
     # A later chunk is convolved without the inputs before it.
-    "forgets-the-convolution": {"begin": _without_conv},
+    "forgets-the-convolution": {
+        "begin": lambda self, *given: replace(PlainStates.begin(self, *given), conv=SequenceState.zeros(self.spec).conv)
+    },
     # Slot -1 is the last slot, as in Python.
     "writes-padding-slots": {"is_real": lambda self, slot: True},
     # A decode with draft tokens writes only the state after the last of them, to the first slot.

@@ -103,9 +103,8 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
     if cell.kind == CONV:
         heads = key_heads = key_dim = value_dim = 0
         channels = _CHANNELS
-    normed = cell.kind in (GATED_DELTA, KDA) and (
-        cell.conv != "none" or heads != key_heads
-    )  # another backend may run the convolution
+    # another backend may run the convolution
+    normed = cell.kind in (GATED_DELTA, KDA) and (cell.conv != "none" or heads != key_heads)
     return StateSpec(
         cell.kind,
         heads,

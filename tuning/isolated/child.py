@@ -445,11 +445,6 @@ def _outlives(pid: int) -> bool:
     return False
 
 
-def _try_one(request: Mapping[str, Any], replies: TextIO) -> None:
-    plugin = find_source(request["name"], request["owner"], request["file"])
-    reply(replies, asdict(judge(plugin, request["device"], request["seconds"], replies.fileno())))
-
-
 def _measure(request: Mapping[str, Any], replies: TextIO) -> None:
     faulthandler.enable(2)
     torch.set_num_threads(int(request["threads"]))
@@ -474,7 +469,8 @@ def main() -> None:
         _measure(request["measure"], replies)
     else:
         for each in request["try"]:
-            _try_one(each, replies)
+            plugin = find_source(each["name"], each["owner"], each["file"])
+            reply(replies, asdict(judge(plugin, each["device"], each["seconds"], replies.fileno())))
 
 
 if __name__ == "__main__":

@@ -250,10 +250,8 @@ def checked(contender: Contender) -> float:
 
 def incorrect(error: float, contender: Contender, when: str = "") -> Measurement:
     """Return the measurement for a wrong answer. when: text that names the run with the wrong answer, if it was not the first."""
-    reason, shown = (
-        f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}",
-        error if math.isfinite(error) else None,
-    )
+    reason = f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}"
+    shown = error if math.isfinite(error) else None
     return Measurement("incorrect", reason, relative_error=shown, tolerance=contender.tolerance, kernel=contender.kernel)
 
 

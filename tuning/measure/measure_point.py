@@ -156,9 +156,8 @@ def _measure_pair(
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     for runner in runners:
         if _given_up(runner.estimate_us, best_us, bench.timer) and 2e-3 * runner.estimate_us <= bench.timer.long_ms:
-            again = bench.timer.estimate(
-                runner.contender.call, bench.device
-            )  # other work on the machine may have slowed the first two runs
+            # other work on the machine may have slowed the first two runs
+            again = bench.timer.estimate(runner.contender.call, bench.device)
             runner.estimate_us = min(runner.estimate_us, again)
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     kept = [runner for runner in runners if not _given_up(runner.estimate_us, best_us, bench.timer)]
@@ -175,9 +174,8 @@ def _measure_pair(
             kept.remove(runner)
             cells.append(_blamed(point, runner.name, runner.place, error, inputs))
     times = bench.timer.time([runner.contender.call for runner in kept], bench.device, lambda: inputs.check(with_cache=False))
-    with suppress(
-        InputsChangedError
-    ):  # a write in some round is undone here; a kernel that writes again gets an error cell below
+    # a write in some round is undone here; a kernel that writes again gets an error cell below
+    with suppress(InputsChangedError):
         inputs.check()
     cells += [_finish(point, runner, timing, inputs, bench) for runner, timing in zip(kept, times, strict=True)]
     return cells, best_us

@@ -141,9 +141,8 @@ class StateScan:
         self._shared = shared_memory(spec.device)
         kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens
         self._convolve, self._leave, self._cut, self._walk, self._walk_tokens = map(Launcher, kernels)
-        whole = (
-            spec.dtype == torch.float32
-        )  # without tensor cores, both operands of a product are in registers, which takes 8 warps
+        # without tensor cores, both operands of a product are in registers, which takes 8 warps
+        whole = spec.dtype == torch.float32
         exact = whole or INTERPRETED
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
         unit = _COPY_BYTES // spec.dtype.itemsize
@@ -151,9 +150,8 @@ class StateScan:
         self._aligned = _aligned(spec)
         self._hopper = spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device)[0] == 9
         self._sum = torch.float64 if whole else torch.float32
-        self._inverse_dot = (
-            tl.float32 if exact else tl.float16
-        )  # its elements are at most about 2, and float16 is more precise than bfloat16
+        # its elements are at most about 2, and float16 is more precise than bfloat16
+        self._inverse_dot = tl.float32 if exact else tl.float16
 
     def workspace_bytes(self, num_tokens: int, num_seqs: int) -> int:
         """Return the number of bytes that a call allocates through torch."""

@@ -258,11 +258,6 @@ class EngineConfig:
         return AdapterSlots(self.max_loras, self.max_lora_rank) if self.enable_lora else None
 
     @property
-    def num_cached_adapters(self) -> int:
-        """`max_cpu_loras` with its default filled in."""
-        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
-
-    @property
     def offload_bytes(self) -> tuple[int, int]:
         """`kv_offload_size` (0 for none) and `kv_offload_dir_size`, in bytes."""
         assert not isinstance(self.kv_offload_size, str)

@@ -265,18 +265,13 @@ class PagedAttention:
         """Set the slots and the writers of a step's k and v. Returns the metadata for each distinct spec."""
         step = self._views(metadata)
         self._slots = [each.slot_mapping for each in step]
-        self._decode_writes = self._writing(step[0], decode) if step else []
+        plain = bool(step) and not step[0].num_prefills and step[0].max_query_len == 1  # a decode of one token per sequence
+        self._decode_writes = [plain and decode[spec].decode_writes for spec in self._kinds]
         return step
 
     def _part(self, phase: Phase, tokens: slice, backends: Backends, plans: Plans) -> _Part:
         serving = [backends[self.layers.in_phase(spec, phase)] for spec in self._kinds]
         return _Part(phase, tokens, serving, [plans[spec] for spec in self._kinds])
-
-    def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
-        """Return, for each distinct spec, whether the backend writes k and v. It can do so only in a decode of one token per
-        sequence."""
-        plain = not metadata.num_prefills and metadata.max_query_len == 1
-        return [plain and decode[spec].decode_writes for spec in self._kinds]
 
     @property
     def serving(self) -> tuple[str, ...]:

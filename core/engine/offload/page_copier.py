@@ -239,7 +239,7 @@ class PageCopier:
         memory = page_memory(caches, size)
         slots = HostSlots(memory, num_pages)
         self._transfers = Transfers(memory, slots)
-        self._states = None if states is None else _transfers_of(states, self.num_state_slots)
+        self._states = None if states is None else Transfers(views := states.views(), HostSlots(views, num_state_slots))
         self._state_slots = None if states is None else states.slots
         self._disk: DiskStore | None = None
         if config.kv_offload_dir is not None:
@@ -303,11 +303,6 @@ def _shares(num_bytes: int, size: PoolSize, states: StateSlots | None) -> tuple[
     most = (num_bytes - page_bytes) // states.bytes_per_slot
     num_states = min(max(int(num_bytes * share) // states.bytes_per_slot, 1), most)
     return (num_bytes - num_states * states.bytes_per_slot) // page_bytes, num_states
-
-
-def _transfers_of(states: StateMemory, num_slots: int) -> Transfers:
-    views = states.views()
-    return Transfers(views, HostSlots(views, num_slots))
 
 
 def _salt(caches: Sequence[LayerCache], size: PoolSize, weights: str) -> str:

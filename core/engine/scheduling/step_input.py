@@ -124,19 +124,9 @@ class StepResults:
 
 def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
     """Return the delta of a sequence that got these tokens, or that ended without a new token."""
-    fields = (
-        seq.request_id,
-        seq.index,
-        tuple(tokens),
-        seq.finish_reason,
-        seq.error,
-        seq.num_cached_tokens,
-        (),
-        (),
-        seq.admitted_time,
-        None if seq.num_tokens > seq.num_prompt_tokens + len(tokens) else seq.cache_report,
-    )
-    return _delta(fields)
+    report = None if seq.num_tokens > seq.num_prompt_tokens + len(tokens) else seq.cache_report
+    state = seq.finish_reason, seq.error, seq.num_cached_tokens
+    return _delta((seq.request_id, seq.index, tuple(tokens), *state, (), (), seq.admitted_time, report))
 
 
 def _with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogprobs], known: int) -> OutputDelta:

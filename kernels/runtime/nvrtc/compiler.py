@@ -54,9 +54,8 @@ class Compiler:
         except Exception as error:  # cuda.core's exception class is not public
             raise BackendError(f"NVRTC {self.version} does not compile {source.name}:\n{error}") from error
         for line in filter(None, map(str.strip, remarks.getvalue().split("\0")[0].splitlines())):
-            log.info(
-                "NVRTC %s: %s: %s", self.version, source.name, line
-            )  # such as a warning that wgmma instructions are serialised
+            # such as a warning that wgmma instructions are serialised
+            log.info("NVRTC %s: %s: %s", self.version, source.name, line)
         return bytes(code)
 
 

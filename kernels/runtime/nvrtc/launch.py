@@ -232,9 +232,8 @@ class CompiledKernel:
         self._function: Any = None
         """CUkernel, which the driver accepts instead of a CUfunction. None until the kernel is loaded."""
         self._start: Any = driver.cuLaunchKernelEx
-        self._stream_of: Any = (
-            torch._C._cuda_getCurrentRawStream
-        )  # like Triton: a tenth of the time of making a torch.cuda.Stream
+        # like Triton: a tenth of the time of making a torch.cuda.Stream
+        self._stream_of: Any = torch._C._cuda_getCurrentRawStream
 
     def load(self) -> None:
         """Load the machine code into the driver.

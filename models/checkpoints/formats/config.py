@@ -157,10 +157,6 @@ def _gptq(settings: _Settings) -> tuple[FormatRule, ...]:
     return (FormatRule((), Gptq(bits, _group_size(settings, settings.get("group_size")), version == "gptq")),)
 
 
-def _mxfp4(settings: _Settings) -> tuple[FormatRule, ...]:
-    return (FormatRule((), ExpertsMxfp4()),)
-
-
 def _modelopt(settings: _Settings) -> tuple[FormatRule, ...]:
     scheme = settings.get("quant_algo")
     if scheme is None and settings.get("kv_cache_quant_algo", "kv_cache_scheme"):
@@ -206,10 +202,6 @@ def _compressed_int8(settings: _Settings) -> StoredFormat:
     return Int8Format(settings.expect("strategy", "channel", "tensor"))
 
 
-def _compressed_naive(settings: _Settings) -> StoredFormat:
-    return _compressed_float8(settings) if settings.get("type") == "float" else _compressed_int8(settings)
-
-
 def _compressed_packed(settings: _Settings) -> StoredFormat:
     bits = settings.expect("num_bits", 4, 8)
     settings.expect("type", "int")
@@ -228,7 +220,7 @@ def _compressed_nvfp4(settings: _Settings) -> StoredFormat:
 _COMPRESSED: Mapping[str, Callable[[_Settings], StoredFormat]] = {
     "float-quantized": _compressed_float8,
     "int-quantized": _compressed_int8,
-    "naive-quantized": _compressed_naive,
+    "naive-quantized": lambda of: _compressed_float8(of) if of.get("type") == "float" else _compressed_int8(of),
     "pack-quantized": _compressed_packed,
     "nvfp4-pack-quantized": _compressed_nvfp4,
 }
@@ -238,7 +230,7 @@ METHODS: Mapping[str, Callable[[_Settings], tuple[FormatRule, ...]]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda settings: (FormatRule((), ExpertsMxfp4()),),
     "modelopt": _modelopt,
 }
 """Functions that convert a method's settings to format rules, keyed by the method's name."""
