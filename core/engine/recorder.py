@@ -215,8 +215,7 @@ class Recorder:
                     continue
                 left -= sum(call.num_bytes for call in calls)
                 meta.layers = meta.layers or [self._layer(*each) for each in dict.fromkeys(call.layer for call in calls)]
-                whole = entry.step.query_lens if entry.calls else entry.step.query_lens[list(known)]
-                self._add_calls(record, number, entry, calls, known, numpy.cumsum(whole))
+                self._add_calls(record, number, entry, calls, known)
         for place, layer in enumerate(meta.layers):
             record.tensors |= self._weights(layer.layer, place) if layer.kind == "state" else {}
             for each in taken if layer.kind == "attention" else ():
@@ -448,23 +447,19 @@ class Recorder:
             return f"{type(error).__name__}: {str(error)[:300]}"
         return ""
 
-    def _add_calls(
-        self,
-        record: Record,
-        number: int,
-        entry: _Entry,
-        calls: Sequence[_Call],
-        known: Mapping[int, _Taken],
-        ends: NDArray[numpy.int64],
-    ) -> None:
-        """Add the rows of each known sequence in the calls of a step. ends: ends of the rows of the sequences in the calls."""
+    def _add_calls(self, record: Record, number: int, entry: _Entry, calls: Sequence[_Call], known: Mapping[int, _Taken]) -> None:
+        """Add the rows of each known sequence in the calls of a step."""
         step, seen = entry.step, dict[tuple[str, int], int]()
         places: dict[tuple[str, int], int] = {(layer.kind, layer.layer): place for place, layer in enumerate(record.meta.layers)}
-        whole = len(ends) == step.num_seqs
+        ends = numpy.cumsum(step.query_lens if entry.calls else step.query_lens[list(known)])  # of the sequences in the calls
         for call in calls:
             again = seen[call.layer] = seen.get(call.layer, -1) + 1
             for part, (at, taken) in enumerate(known.items()):
-                length, context, end = int(step.query_lens[at]), int(step.context_lens[at]), int(ends[at if whole else part])
+                length, context, end = (
+                    int(step.query_lens[at]),
+                    int(step.context_lens[at]),
+                    int(ends[at if entry.calls else part]),
+                )
                 phase = Phase.of(length, context, int(step.num_draft_tokens[at]) + 1)
                 backend, allowed = self._allowed(call.layer, entry.backends, phase)
                 found = RecordedCall(
@@ -479,12 +474,10 @@ class Recorder:
                 )
                 record.meta.calls.append(found)
                 rows = [each[end - length : end] for each in (*call.given, call.out)]
-                names = (
-                    ["q", "out"] if call.layer[0] == "attention" else ["x", *(f"gate{n}" for n in range(len(rows) - 2)), "out"]
-                )
-                tensors = dict(zip(names, rows, strict=True))
-                if call.layer[0] == "state":
-                    tensors |= self._state_of(call.layer[1], taken, context)
+                state = call.layer[0] == "state"
+                names = ["x", *(f"gate{n}" for n in range(len(rows) - 2))] if state else ["q"]
+                tensors = dict(zip([*names, "out"], rows, strict=True))
+                tensors |= self._state_of(call.layer[1], taken, context) if state else {}
                 record.tensors |= {f"{found.key}.{name}": each for name, each in tensors.items()}
 
     def _allowed(self, layer: tuple[str, int], backends: Sequence[str], phase: Phase) -> tuple[str, float]:

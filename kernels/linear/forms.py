@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -145,10 +146,9 @@ def _table(values: tuple[int, ...] | range) -> Tensor:
     return torch.tensor(tuple(values), dtype=torch.int8)
 
 
-def _q4_0(blocks: Tensor) -> QuantizedValues:
-    return QuantizedValues(
-        _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(range(-8, 8)), SCALE_D, _GROUP, (_half(blocks, 0),)
-    )
+def _coded(blocks: Tensor, values: tuple[int, ...] | range) -> QuantizedValues:
+    codes = _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8)
+    return QuantizedValues(codes, _table(values), SCALE_D, _GROUP, (_half(blocks, 0),))
 
 
 def _q4_1(blocks: Tensor) -> QuantizedValues:
@@ -201,12 +201,6 @@ def _q6_k(blocks: Tensor) -> QuantizedValues:
     return QuantizedValues(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER, 6)
 
 
-def _iq4_nl(blocks: Tensor) -> QuantizedValues:
-    return QuantizedValues(
-        _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(_IQ4), SCALE_D, _GROUP, (_half(blocks, 0),)
-    )
-
-
 def _iq4_xs(blocks: Tensor) -> QuantizedValues:
     high = blocks[..., 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1)
@@ -216,7 +210,7 @@ def _iq4_xs(blocks: Tensor) -> QuantizedValues:
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
-    "Q4_0": BlockType(_GROUP, 18, _q4_0),
+    "Q4_0": BlockType(_GROUP, 18, partial(_coded, values=range(-8, 8))),
     "Q4_1": BlockType(_GROUP, 20, _q4_1),
     "Q5_0": BlockType(_GROUP, 22, _q5_0),
     "Q5_1": BlockType(_GROUP, 24, _q5_1),
@@ -224,7 +218,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q4_K": BlockType(_SUPER, 144, _q4_k),
     "Q5_K": BlockType(_SUPER, 176, _q5_k),
     "Q6_K": BlockType(_SUPER, 210, _q6_k),
-    "IQ4_NL": BlockType(_GROUP, 18, _iq4_nl),
+    "IQ4_NL": BlockType(_GROUP, 18, partial(_coded, values=_IQ4)),
     "IQ4_XS": BlockType(_SUPER, 136, _iq4_xs),
 }
 """Block types that our C library multiplies, by name. Tensors of other types are dequantized when the file is converted."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.core.contract.model import Attention, WatchedAttention
 from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.linear.linear import Linear
-from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, PackedWeight, ProductStruct, Recording
+from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, PackedWeight, Recording, product_of
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations, norm_values
 
@@ -223,29 +223,12 @@ class NativeOperations(TorchOperations):
         x, norm = self._before(x, norm)
         dim, rotated = heads.head_dim, heads.num_heads + heads.num_kv_heads
         qkv = x.new_empty(len(x), packed.out_features // dim, dim)
-        (factors, least), (q_factors, q_least), (k_factors, k_least) = _norm(norm), _norm(heads.q_norm), _norm(heads.k_norm)
-        self.functions.product(
-            ProductStruct(
-                weight=packed.described,
-                x=x.data_ptr(),
-                out=qkv.data_ptr(),
-                cos=None if rope is None else rope[0].data_ptr(),
-                sin=None if rope is None else rope[1].data_ptr(),
-                rows=len(x),
-                ldx=x.stride(0),
-                ldo=packed.out_features,
-                head_dim=dim,
-                q_heads=heads.num_heads,
-                heads=rotated,
-                norm=factors,
-                norm_least=least,
-                q_norm=q_factors,
-                q_norm_least=q_least,
-                k_norm=k_factors,
-                k_norm_least=k_least,
-                type=TYPES[x.dtype],
-            )
-        )
+        others: dict[str, Any] = {"head_dim": dim, "q_heads": heads.num_heads, "heads": rotated}
+        for name, each in (("norm", norm), ("q_norm", heads.q_norm), ("k_norm", heads.k_norm)):
+            others[name], others[f"{name}_least"] = _norm(each)
+        if rope is not None:
+            others |= {"cos": rope[0].data_ptr(), "sin": rope[1].data_ptr()}
+        self.functions.product(product_of(packed, x, qkv, **others))
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], norm_values(self, qkv[:, rotated:], heads)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -275,21 +258,8 @@ class NativeOperations(TorchOperations):
         self, x: Tensor, packed: PackedWeight, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor
     ) -> None:
         factors, least = _norm(norm)
-        self.functions.product(
-            ProductStruct(
-                weight=packed.described,
-                x=x.data_ptr(),
-                out=out.data_ptr(),
-                rows=len(x),
-                ldx=x.stride(0),
-                ldo=out.stride(0),
-                norm=factors,
-                norm_least=least,
-                type=TYPES[x.dtype],
-                mode=mode,
-                activation=_ACTIVATIONS[activation],
-            )
-        )
+        others = {"norm": factors, "norm_least": least, "mode": mode, "activation": _ACTIVATIONS[activation]}
+        self.functions.product(product_of(packed, x, out, **others))
 
 
 def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:

@@ -78,29 +78,28 @@ class EncoderConfig:
         return self.hidden_size // self.num_heads
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class EncoderTensors:
     """Reader of an encoder's norms and linear layers below a prefix."""
 
-    def __init__(
-        self, config: EncoderConfig, weights: WeightSource, prefix: str = "", kernels: LinearKernels | None = None
-    ) -> None:
-        """prefix: prefix of every module name. kernels: kernels for linear layers; None means Headway's own."""
-        self.weights = weights
-        self.kernels = kernels
-        self._config = config
-        self._prefix = prefix
+    config: EncoderConfig
+    weights: WeightSource
+    prefix: str = ""
+    """Prefix of every module name."""
+    kernels: LinearKernels | None = None
+    """Kernels for linear layers. None means Headway's own."""
 
     def norm(self, module: str) -> Norm:
         """Return a LayerNorm over the residual stream. A missing bias becomes zeros, because a `Norm` without a bias is an
         RMSNorm."""
-        size = (self._config.hidden_size,)
-        weight = self.weights.take(f"{self._prefix}{module}.weight", size)
-        bias = self.weights.take(f"{self._prefix}{module}.bias", size) if self._config.norm_bias else torch.zeros_like(weight)
-        return Norm(weight, self._config.norm_eps, bias)
+        size = (self.config.hidden_size,)
+        weight = self.weights.take(f"{self.prefix}{module}.weight", size)
+        bias = self.weights.take(f"{self.prefix}{module}.bias", size) if self.config.norm_bias else torch.zeros_like(weight)
+        return Norm(weight, self.config.norm_eps, bias)
 
     def linear(self, sizes: Mapping[str, int], in_features: int, bias: bool) -> Linear:
         """Return linear layers with the same input, merged into one. sizes: module name -> out_features."""
-        names = {f"{self._prefix}{module}": size for module, size in sizes.items()}
+        names = {f"{self.prefix}{module}": size for module, size in sizes.items()}
         weight = self.weights.take_product({f"{name}.weight": size for name, size in names.items()}, in_features)
         biases = self.weights.take_merged({f"{name}.bias": size for name, size in names.items()}) if bias else None
         return Linear(weight, biases, dtype=self.weights.dtype, kernels=self.kernels)

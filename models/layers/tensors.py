@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,27 +21,19 @@ from headway.models.config import DecoderConfig
 from headway.models.shard import ModelShard
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerTensors:
     """Reader of the tensors under a name prefix, by the conventions of a model family."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: WeightSource,
-        shard: ModelShard,
-        ranks: Ranks,
-        prefix: str = "",
-        kernels: LinearKernels | None = None,
-    ) -> None:
-        """config: the family's conventions. shard: this rank's shard. prefix: prefix of every name, such as `model.layers.0.`.
-        kernels: kernels for linear layers; None means Headway's own.
-        """
-        self.kernels = kernels
-        self.weights = weights
-        self.shard = shard
-        self.ranks = ranks
-        self.prefix = prefix
-        self._config = config
+    config: DecoderConfig
+    """The family's conventions."""
+    weights: WeightSource
+    shard: ModelShard
+    ranks: Ranks
+    prefix: str = ""
+    """Prefix of every name, such as `model.layers.0.`."""
+    kernels: LinearKernels | None = None
+    """Kernels for linear layers. None means Headway's own."""
 
     def of_layer(self, index: int, config: DecoderConfig) -> LayerTensors:
         """Return a reader for the tensors of the layer at `index`, by the conventions of `config`."""
@@ -67,7 +60,7 @@ class LayerTensors:
 
     def norm(self, module: str, size: int | Axis) -> Norm:
         """Return a norm of the kind that the model uses, over `size` elements."""
-        config = self._config
+        config = self.config
         weight = self.take(f"{module}.weight", size)
         if config.norm == "rms_plus_one":
             weight = weight.float() + 1.0  # in half precision the sum would lose bits of the weight
@@ -95,7 +88,7 @@ class LayerTensors:
         summed = not Axis.of(in_features).is_whole
         rows_of = {self.prefix + module: Axis.of(size) for module, size in sizes.items()}
         origin = ProductOrigin(rows_of, Axis.of(in_features), order, scale)
-        if self._config.names.transposed:
+        if self.config.names.transposed:
             parts = [self.take(f"{module}.weight", in_features, size).t() for module, size in sizes.items()]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         else:

@@ -215,9 +215,7 @@ class EngineConfig:
             raise ConfigError("kv_offload_size", "the prefix cache, by whose names blocks are found again", why)
 
     def _check_ranks(self) -> None:
-        if self.tensor_parallel_size == 1:
-            return
-        if self.kv_offload_size is not None:
+        if self.tensor_parallel_size > 1 and self.kv_offload_size is not None:
             option, need = f"tensor_parallel_size={self.tensor_parallel_size}", "a cache in the ranks' own memory"
             raise ConfigError(option, need, "kv_offload_size, which copies blocks of one rank", "leave one of them out")
 

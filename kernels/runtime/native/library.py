@@ -546,15 +546,11 @@ def multiply(packed: PackedWeight, x: Tensor, out: Tensor | None = None) -> Tens
     x = x if x.stride(-1) == 1 else x.contiguous()
     found, target = functions(), x.new_empty(len(x), packed.out_features) if out is None else out
     assert found is not None
-    found.product(
-        ProductStruct(
-            weight=packed.described,
-            x=x.data_ptr(),
-            out=target.data_ptr(),
-            rows=len(x),
-            ldx=x.stride(0),
-            ldo=target.stride(0),
-            type=TYPES[x.dtype],
-        )
-    )
+    found.product(product_of(packed, x, target))
     return target
+
+
+def product_of(packed: PackedWeight, x: Tensor, out: Tensor, **others: Any) -> ProductStruct:
+    """Return the arguments of `Functions.product`. others: further fields."""
+    given = {"weight": packed.described, "x": x.data_ptr(), "out": out.data_ptr(), "rows": len(x), "type": TYPES[x.dtype]}
+    return ProductStruct(**given, ldx=x.stride(0), ldo=out.stride(0), **others)
