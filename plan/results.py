@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -120,20 +120,20 @@ def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, comman
         model=model,
         gpu=search.gpu.name,
         num_gpus=search.num_gpus,
-        input_len=demand.input_len,
-        output_len=demand.output_len,
-        rate=demand.rate,
         max_first_token_ms=demand.limits.first_token_ms,
         max_per_token_ms=demand.limits.per_token_ms,
         percentile=demand.limits.percentile,
-        prefix_len=demand.prefix_len,
-        num_prefixes=demand.num_prefixes,
-        routing=demand.routing,
         plans=rows,
         full_load=[_row(plan, model, search, plan.reason) for plan in search.full_load],
         refused=refused,
         sources=sources(search),
+        **_same(PlanReport, demand),
     )
+
+
+def _same(kind: type[BaseModel], given: object) -> dict[str, Any]:
+    """Return the values of the attributes that are named as fields of a row or report, without `reason`."""
+    return {name: getattr(given, name) for name in kind.model_fields if name != "reason" and hasattr(given, name)}
 
 
 def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
@@ -189,24 +189,15 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
     layout = plan.layout
     return PlanRow(
         tensor_parallel_size=layout.size,
-        replicas=plan.replicas,
         kv_cache_dtype=layout.kv_cache_dtype,
         weights=layout.weights.name,
-        batch=plan.batch,
-        num_gpus=plan.num_gpus,
-        tokens_per_second=plan.tokens_per_second,
-        tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
-        tokens_per_second_per_user=plan.tokens_per_second_per_user,
-        first_token_ms=plan.first_token_ms,
-        per_token_ms=plan.per_token_ms,
         memory_gib=plan.memory_bytes / 2**30,
-        cache_tokens=plan.cache_tokens,
         cached_share=plan.latencies.cached_share,
         preemptions=plan.latencies.num_preemptions,
-        attention=plan.attention,
         us_per_token={each.name: getattr(plan.latencies.parts, each.name) for each in fields(StepParts)},
         command=start_command(layout, model, plan.batch, search.demand.max_model_len),
         reason=reason,
+        **_same(PlanRow, plan),
     )
 
 

@@ -79,17 +79,13 @@ class IgnoredFields:
         """Return the response header for a request's ignored fields. path: the request's path."""
         if not names:
             return []
-        shown_names = [_safe(name) for name in names[:_MOST_NAMED]]
+        shown_names = [re.sub(r"[^a-zA-Z0-9_.-]", "?", name[:60]) for name in names[:_MOST_NAMED]]
         new = [name for name in shown_names if name not in self._logged]
         if new and len(self._logged) < _MOST_LOGGED:
             self._logged.update(new)
             log.warning("%s: unknown fields are ignored: %s", path, ", ".join(new))
         more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         return [(HEADER, ", ".join([*shown_names, *more]).encode("latin-1"))]
-
-
-def _safe(name: str) -> str:
-    return "".join(each if each.isascii() and (each.isalnum() or each in "_-.") else "?" for each in name[:60])
 
 
 _TYPES = {

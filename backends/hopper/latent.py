@@ -168,7 +168,9 @@ class HopperLatentDecode(LatentDecode):
             plan.rows,
             self._spec.scale * _LOG2E,
         )
-        keys = self._key_map(cache.logical_key)
+        # [block, slot, head, dim, 1], viewed as [block, head, slot, dim]
+        latents = cache.logical_key.squeeze(4).transpose(1, 2)
+        keys = tensor_map(latents, (1, 1, math.gcd(KEYS, self._block_size), _PANEL))
         self._arguments.set(self._query_map(q), keys, keys, packed)
         self._kernel(self._launch(plan.items * len(plan.chunks.table)), self._arguments)
         self.merge(plan, out, q, lse)
@@ -176,10 +178,6 @@ class HopperLatentDecode(LatentDecode):
     def _query_map(self, q: Tensor) -> bytes:
         """Return the tensor map of queries, viewed as [token, kv head, head, dim], with boxes of one tile."""
         return tensor_map(q.unsqueeze(1), (self._tile.tokens, 1, self._tile.heads, _PANEL))
-
-    def _key_map(self, latents: Tensor) -> bytes:
-        """Return the tensor map of latents, viewed as [block, head, slot, dim]. latents: [block, slot, head, dim, 1]."""
-        return tensor_map(latents.squeeze(4).transpose(1, 2), (1, 1, math.gcd(KEYS, self._block_size), _PANEL))
 
 
 def _launch(cluster: int, programs: int) -> Launch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -261,14 +261,7 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
             shapes=[product_shape(text) for text in shapes],
             forms=names_of(form) or FORM_NAMES,
             rows=sizes_of("--rows", rows) or (1, 4, 16, 64),
-            dtype=options.dtype,
-            device=options.device,
-            timer=options.timer,
-            seed=options.seed,
-            peak_gbps=options.peak_gbps,
-            peak_tflops=options.peak_tflops,
-            output=options.output,
-            command=options.command,
+            **{each.name: getattr(options, each.name) for each in fields(ProductOptions) if hasattr(options, each.name)},
         ),
         Terminal(stderr=True),
     )

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import CacheLayout
-from headway.core.contract.model import Model, embedding_size
-from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.model import embedding_size
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import StateSpec
 from headway.core.contract.text_plugins import Proposer
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
@@ -35,8 +32,8 @@ from headway.core.engine.data.request_limits import CheckedRequest, RequestLimit
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats, StepClock
 from headway.core.engine.data.step import OutputDelta, ScheduledSequence, ScheduledStep
-from headway.core.engine.execution.host_rows import HostRows, Launched
-from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
+from headway.core.engine.execution.host_rows import Launched
+from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor, SharedParts
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -47,10 +44,9 @@ from headway.core.engine.scheduling.deterministic import IndependentScheduler, p
 from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import AdmissionQueue, Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, delta_of, prepare, smaller_budget
-from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, seed_of
+from headway.core.sampling.sampler import seed_of
 from headway.core.select.choice import Selection
 from headway.core.select.costs import CostTable
-from headway.core.select.kernels import Kernels
 from headway.core.select.request import LayerSpecs
 from headway.core.speculation.proposers import StepTimes
 
@@ -514,29 +510,21 @@ def _holding(seq: Sequence) -> Holding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineParts:
-    """Parts from which an engine is made. Fields that also exist in `DeviceParts` have the same meaning."""
+class EngineParts(SharedParts):
+    """Parts from which an engine is made."""
 
-    model: Model
-    source: Kernels
     layers: LayerSpecs | None = None
     """Specs of the model's layers. None means that the specs are made from config.kv_cache_dtype, with scales of 1."""
     config: EngineConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
-    sampling: SamplingOps = TORCH_SAMPLING
-    costs: Mapping[AttentionSpec, CostTable] | None = None
-    state_costs: Mapping[StateSpec, CostTable] | None = None
     proposer: Proposer | None = None
     """Proposer of draft tokens. It changes the speed but not the output. None means no speculation."""
     measured: bool = True
     """True to verify drafts only if measured step times show a gain, False to verify all drafts."""
-    compile_ahead: CompileAhead | None = None
-    hosts: HostRows | None = None
     weights: str = ""
     """Digest that identifies the model's weights in the disk folder of cached pages."""
     name: str = ""
     """Name of the model, for records."""
-    ranks: Ranks = ONE_RANK
     processes: RankProcesses | None = None
     """Processes of ranks 1 and above. None with one rank. This process is rank 0."""
 
@@ -556,19 +544,9 @@ def make_engine(parts: EngineParts) -> EngineLoop:
         raise ConfigError("record_steps", "layers without an attention rule, which a record cannot contain", config.record_steps)
     if config.deterministic:
         config = prepare_deterministic(parts.source, layers, config)
-    device = DeviceParts(
-        model=model,
-        source=parts.source,
-        layers=layers,
-        config=config,
-        sampling=parts.sampling,
-        costs=parts.costs,
-        state_costs=parts.state_costs,
-        compile_ahead=parts.compile_ahead,
-        max_decode_len=1 if proposer is None else config.num_speculative_tokens + 1,
-        hosts=parts.hosts,
-        ranks=parts.ranks,
-    )
+    shared = {each.name: getattr(parts, each.name) for each in fields(SharedParts)}
+    longest = 1 if proposer is None else config.num_speculative_tokens + 1
+    device = DeviceParts(layers=layers, config=config, max_decode_len=longest, **shared)
     if parts.processes is None:
         copier = partial(PageCopier, config=config, weights=parts.weights) if config.offload_bytes[0] else None
         executor = LocalExecutor(device, copier)

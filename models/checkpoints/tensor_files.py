@@ -95,7 +95,8 @@ class TensorFiles:
     def elements(self, name: str) -> str:
         """Return torch's name of a tensor's dtype, such as float8_e4m3fn; "" if no such tensor exists."""
         stored = self._stored(name)
-        return _elements(self._file_of[stored].get_slice(stored)) if stored in self._file_of else ""
+        kind = str(self._file_of[stored].get_slice(stored).get_dtype()) if stored in self._file_of else ""
+        return _ELEMENTS.get(kind, kind)
 
     def has_any(self, suffix: str) -> bool:
         """Return whether the name of any tensor ends with the suffix."""
@@ -205,11 +206,6 @@ def _open(path: Path, device: torch.device) -> Any:
         raise ModelError(
             f"weights: {path} cannot be read ({error}); it is truncated or not a safetensors file, fetch it again"
         ) from error
-
-
-def _elements(lazy: Any) -> str:
-    kind = str(lazy.get_dtype())
-    return _ELEMENTS.get(kind, kind)
 
 
 def _files(folder: Path) -> dict[Path, Sequence[str] | None]:

@@ -325,11 +325,6 @@ class Sequence:
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """Token ids of the completion so far, including a stop token that ended it."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
     def finished(self) -> bool:
         """True if the sequence has ended."""
         return self.status is Status.FINISHED

@@ -114,16 +114,12 @@ compiled in every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceParts:
-    """Parts from which the executor of one device is made. All ranks of an engine make their executors from identical parts, at
-    the same time."""
+class SharedParts:
+    """Parts of an engine that its executor is made from, too."""
 
     model: Model
     source: Kernels
     """Registry of kernels, with all backends."""
-    layers: LayerSpecs
-    config: EngineConfig
-    """Engine options, with the defaults for the device filled in."""
     sampling: SamplingOps = TORCH_SAMPLING
     """Sampling kernels. The default is torch's operations."""
     costs: Mapping[AttentionSpec, CostTable] | None = None
@@ -132,12 +128,22 @@ class DeviceParts:
     """Measured times of each distinct layer with a state, which `auto` uses."""
     compile_ahead: CompileAhead | None = None
     """Function that returns a context in which kernels are compiled ahead. None means that kernels are not compiled ahead."""
-    max_decode_len: int = 1
-    """Maximum number of query tokens of a decode, drafts included."""
     hosts: HostRows | None = None
     """Object that runs grammars and named logits processors. None if the engine has neither."""
     ranks: Ranks = ONE_RANK
     """Connection to all ranks. The rank with the least memory limits all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceParts(SharedParts):
+    """Parts from which the executor of one device is made. All ranks of an engine make their executors from identical parts, at
+    the same time."""
+
+    layers: LayerSpecs
+    config: EngineConfig
+    """Engine options, with the defaults for the device filled in."""
+    max_decode_len: int = 1
+    """Maximum number of query tokens of a decode, drafts included."""
 
 
 class LocalExecutor:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy
 
 from headway.core.engine.data.step import NewPages, StartedRow, StepInput
-from headway.core.sampling.params import SamplingParams
 from headway.core.system.shared_ring import RingSize
 
 if TYPE_CHECKING:
@@ -65,12 +64,12 @@ def _portable(step: StepInput) -> StepInput:
     """Return the step with parameters that another process can unpickle."""
     if not any(each.params.logits_processors or each.params.extra_args for each in step.started):
         return step
-    return replace(step, started=tuple(StartedRow(*each)._replace(params=_portable_params(each.params)) for each in step.started))
-
-
-def _portable_params(params: SamplingParams) -> SamplingParams:
-    processors = (_ELSEWHERE,) * len(params.logits_processors or ())
-    return replace(params, logits_processors=processors, extra_args=None)
+    started = []
+    for each in step.started:
+        processors = (_ELSEWHERE,) * len(each.params.logits_processors or ())
+        params = replace(each.params, logits_processors=processors, extra_args=None)
+        started.append(StartedRow(*each)._replace(params=params))
+    return replace(step, started=tuple(started))
 
 
 class RankStart(NamedTuple):

@@ -121,7 +121,7 @@ def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
         assert (scheduled.num_new_tokens, scheduled.context_len) == expected
         scheduler.launched(step)
     assert not scheduler.schedule(), "the third token ends it by length: nothing is computed for a fourth"
-    assert seq.output_token_ids == []
+    assert seq.token_ids == seq.prompt_token_ids
     assert seq.tables[0].num_published == 1, "the second block holds tokens nobody knows yet"
 
 
