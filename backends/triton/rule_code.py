@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -437,23 +437,14 @@ class _Call:
         self.recorder.keyed = True
         return self.recorder._cast(self.recorder.writer.assign(f"1.0 / {text}", self.dtype, divisor.depends), self.dtype)
 
-    @property
-    def common(self) -> torch.dtype:
-        """Type in which torch compares the first two operands."""
-        first, second = self.args[:2]
-        return torch.result_type(first, second)
+
+def _infix(sign: str, kind: Callable[[_Call], torch.dtype] = lambda call: call.dtype) -> Callable[[_Call], str]:
+    """Return the writer of an infix operation. kind: function that returns the type of the operands."""
+    return lambda call: f"{call.text(0, kind(call))} {sign} {call.text(1, kind(call))}"
 
 
-def _infix(sign: str) -> Callable[[_Call], str]:
-    return lambda call: f"{call.text(0)} {sign} {call.text(1)}"
-
-
-def _compared(sign: str) -> Callable[[_Call], str]:
-    return lambda call: f"{call.text(0, call.common)} {sign} {call.text(1, call.common)}"
-
-
-def _logical(sign: str) -> Callable[[_Call], str]:
-    return lambda call: f"{call.text(0, torch.bool)} {sign} {call.text(1, torch.bool)}"
+_compared = partial(_infix, kind=lambda call: torch.result_type(*call.args[:2]))  # in which torch compares
+_logical = partial(_infix, kind=lambda call: torch.bool)
 
 
 def _function(name: str) -> Callable[[_Call], str]:
@@ -526,10 +517,6 @@ def _refuse(what: str) -> str:
     raise _Refusal(f"torch.{what}")
 
 
-def _chosen(call: _Call) -> str:
-    return f"tl.where({call.text(0, torch.bool)}, {call.text(1)}, {call.text(2)})"
-
-
 _OPERATIONS: dict[str, Callable[[_Call], str]] = {
     "add": _added("+"),
     "sub": _added("-"),
@@ -585,7 +572,7 @@ _OPERATIONS: dict[str, Callable[[_Call], str]] = {
     "logical_or": _logical("|"),
     "logical_xor": _logical("^"),
     "logical_not": lambda call: f"{call.text(0, torch.bool)} == 0",
-    "where": _chosen,
+    "where": lambda call: f"tl.where({call.text(0, torch.bool)}, {call.text(1)}, {call.text(2)})",
     "masked_fill": lambda call: f"tl.where({call.text(1, torch.bool)}, {call.text(2)}, {call.text(0)})",
     "to_copy": lambda call: call.text(0),
 }

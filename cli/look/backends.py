@@ -108,8 +108,9 @@ def backends(
         return
     out = Terminal()
     wide, num_kinds = out.width >= _WIDE, len(STATE_KINDS)
+    shorter = {} if wide else _SHORTER
     columns: dict[str, Callable[[Row], str]] = {
-        "phases": lambda row: _phases(row["phases"], wide),
+        "phases": lambda row: shorter.get(" ".join(row["phases"]), " ".join(row["phases"])),
         "layouts": lambda row: _layouts(row["layouts"], wide, len(registry.layouts)),
         "block": lambda row: "any" if row["block_multiple"] == 1 else f"{'n x ' if wide else 'x'}{row['block_multiple']}",
         "dtypes": lambda row: _short(row["dtypes"]),
@@ -163,11 +164,6 @@ def _print_table(
 
 
 _SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}  # Phases in a narrow terminal
-
-
-def _phases(names: Iterable[str], wide: bool) -> str:
-    phases = " ".join(names)
-    return phases if wide else _SHORTER.get(phases, phases)
 
 
 def _layouts(layouts: list[str], wide: bool, num_layouts: int) -> str:

@@ -279,6 +279,7 @@ VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
 """Phase in which state layers need a kernel -> name of the kernel method for the phase. PREFILL includes EXTEND."""
 
 
+@dataclass(eq=False)
 class Candidates(ABC, Generic[S, B, L]):
     """Kernels of one kind that are candidates for a model's layers."""
 
@@ -288,24 +289,15 @@ class Candidates(ABC, Generic[S, B, L]):
     size."""
     per_step: ClassVar[bool]
     """True if the kernel of a phase may change from step to step."""
-
-    def __init__(
-        self,
-        source: KernelRegistry[B, Any],
-        counts: Mapping[S, int],
-        specs: Mapping[Phase, Sequence[S]],
-        places: Sequence[Placement[L]],
-        all_places: Sequence[Placement[L]],
-    ) -> None:
-        self.source = source
-        self.counts = counts
-        """Kind of layer that needs kernels -> number of layers of this kind."""
-        self.specs = specs
-        """Phase -> distinct specs of the layers in the phase. Phases in which no layer needs a kernel are missing."""
-        self.places = places
-        """Placements that the user's options allow, preferred first."""
-        self.all_places = all_places
-        """Placements that could be allowed by other options: every registered layout with each default block size."""
+    source: KernelRegistry[B, Any]
+    counts: Mapping[S, int]
+    """Kind of layer that needs kernels -> number of layers of this kind."""
+    specs: Mapping[Phase, Sequence[S]]
+    """Phase -> distinct specs of the layers in the phase. Phases in which no layer needs a kernel are missing."""
+    places: Sequence[Placement[L]]
+    """Placements that the user's options allow, preferred first."""
+    all_places: Sequence[Placement[L]]
+    """Placements that could be allowed by other options: every registered layout with each default block size."""
 
     @property
     def first(self) -> S:
