@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,7 @@ from headway.plan.attention_times import Source
 from headway.plan.search import FleetPlan, FleetSearch, Layout, RefusedLayout
 from headway.plan.step_time import StepParts
 
+R = TypeVar("R", bound=BaseModel)
 MEASURED_ON: Final = "h200"
 """Kind of GPU on which utilizations were fitted."""
 _WORDS: Final = {
@@ -114,7 +115,9 @@ def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, comman
     missed = {plan.layout: plan for plan in search.plans if plan.layout not in met}
     refused = [*_refused(search.refused)]
     refused += [RefusedRow(layout=str(layout), reason=f"batch {plan.batch}: {plan.reason}") for layout, plan in missed.items()]
-    return PlanReport(
+    return _filled(
+        PlanReport,
+        demand,
         command=command,
         origin=Origin.here(),
         model=model,
@@ -127,13 +130,12 @@ def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, comman
         full_load=[_row(plan, model, search, plan.reason) for plan in search.full_load],
         refused=refused,
         sources=sources(search),
-        **_same(PlanReport, demand),
     )
 
 
-def _same(kind: type[BaseModel], given: object) -> dict[str, Any]:
-    """Return the values of the attributes that are named as fields of a row or report, without `reason`."""
-    return {name: getattr(given, name) for name in kind.model_fields if name != "reason" and hasattr(given, name)}
+def _filled(kind: type[R], given: object, **own: Any) -> R:
+    """Return a row or report with the fields `own` and, for its other fields, the attributes of `given` of the same names."""
+    return kind(**{name: getattr(given, name) for name in kind.model_fields.keys() - own if hasattr(given, name)}, **own)
 
 
 def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
@@ -187,7 +189,9 @@ def _gpu_us(plan: FleetPlan) -> dict[str, float]:
 
 def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanRow:
     layout = plan.layout
-    return PlanRow(
+    return _filled(
+        PlanRow,
+        plan,
         tensor_parallel_size=layout.size,
         kv_cache_dtype=layout.kv_cache_dtype,
         weights=layout.weights.name,
@@ -197,7 +201,6 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
         us_per_token={each.name: getattr(plan.latencies.parts, each.name) for each in fields(StepParts)},
         command=start_command(layout, model, plan.batch, search.demand.max_model_len),
         reason=reason,
-        **_same(PlanRow, plan),
     )
 
 

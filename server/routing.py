@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakMethod
@@ -39,6 +40,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
+@dataclass(frozen=True, slots=True)
 class DirectMiddleware:
     """ASGI middleware that calls endpoints directly, without FastAPI's routing and dependencies.
 
@@ -46,26 +48,22 @@ class DirectMiddleware:
     together.
     """
 
-    def __init__(
-        self, app: App, endpoints: Mapping[str, Endpoint], refuse: Callable[[Request, Exception], Awaitable[Response]]
-    ) -> None:
-        """endpoints: path -> endpoint for POST. FastAPI also has these endpoints, for its schema and for applications mounted at
-        other paths.
-        refuse: function that returns the response for a request whose endpoint has raised an error."""
-        self._app = app
-        self._endpoints = endpoints
-        self._refuse = refuse
+    app: App
+    endpoints: Mapping[str, Endpoint]
+    """Path -> endpoint for POST. FastAPI also has these endpoints, for its schema and for applications mounted at other paths."""
+    refuse: Callable[[Request, Exception], Awaitable[Response]]
+    """Function that returns the response for a request whose endpoint has raised an error."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        endpoint = self.endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         request = Request(scope, receive)
         try:
             response = await endpoint(request)
         except Exception as error:
-            response = await self._refuse(request, error)
+            response = await self.refuse(request, error)
             if response.status_code == 500:  # a bug in the server
                 log.error("server: a request failed", exc_info=error)
         await response(scope, receive, send)

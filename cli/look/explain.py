@@ -444,8 +444,6 @@ def explain_attention(
     notes = [f"selection: {chosen}" + "; |: chosen for each step by its lengths" * ("|" in str(chosen))]
     if nearest is not None:
         notes += [_row_in_words(nearest, prior), f"table: {plain['table']}, {plain['age']}"]
-    if prior is not None:
-        notes += [f"prior: {prior}", *(f"  other there: {line}" for line in prior.differs)]
     return plain, Section(
         f"{shape.phase.value}, {_in_words(shape)}: ",
         choice,
@@ -453,7 +451,7 @@ def explain_attention(
         ("backend", f"us per step of {layers} layers"),
         [_row(each, reasons[each.name], choice, able) for each in rated],
         remarks,
-        notes,
+        notes + ([] if prior is None else _prior_in_words(prior)),
     )
 
 
@@ -478,6 +476,10 @@ def _row_in_words(cell: Cell, prior: PriorRecord | None) -> str:
     where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
     source = "" if prior is None else ", measured here" if cell.source == "measured" else f", {cell.source}, not checked here"
     return f"nearest row of the table: {cell.phase}, {_in_words(cell)}, {cell.kernel}, {where}: {time}, {cell.status}{source}"
+
+
+def _prior_in_words(prior: PriorRecord) -> list[str]:
+    return [f"prior: {prior}", *(f"  other there: {line}" for line in prior.differs)]
 
 
 def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:

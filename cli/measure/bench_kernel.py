@@ -256,15 +256,11 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
     if others or options.backends or options.cases or options.layouts or options.block_sizes or options.kv_dtype:
         need = "--form, --rows, --dtype, --device, --output and times alone"
         raise ConfigError("--linear", need, "an option of attention or of states")
-    report = run_products_bench(
-        ProductOptions(
-            shapes=[product_shape(text) for text in shapes],
-            forms=names_of(form) or FORM_NAMES,
-            rows=sizes_of("--rows", rows) or (1, 4, 16, 64),
-            **{each.name: getattr(options, each.name) for each in fields(ProductOptions) if hasattr(options, each.name)},
-        ),
-        Terminal(stderr=True),
-    )
+    given: dict[str, Any] = {each.name: getattr(options, each.name, None) for each in fields(ProductOptions)}
+    given["shapes"] = [product_shape(text) for text in shapes]
+    given["forms"] = names_of(form) or FORM_NAMES
+    given["rows"] = sizes_of("--rows", rows) or (1, 4, 16, 64)
+    report = run_products_bench(ProductOptions(**given), Terminal(stderr=True))
     console = Terminal()
     print_products(report, console)
     report_written(options.output, console)

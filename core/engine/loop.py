@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -544,9 +544,9 @@ def make_engine(parts: EngineParts) -> EngineLoop:
         raise ConfigError("record_steps", "layers without an attention rule, which a record cannot contain", config.record_steps)
     if config.deterministic:
         config = prepare_deterministic(parts.source, layers, config)
-    shared = {each.name: getattr(parts, each.name) for each in fields(SharedParts)}
     longest = 1 if proposer is None else config.num_speculative_tokens + 1
-    device = DeviceParts(layers=layers, config=config, max_decode_len=longest, **shared)
+    given: dict[str, Any] = {each.name: getattr(parts, each.name) for each in fields(SharedParts)}
+    device = DeviceParts(**given | {"layers": layers, "config": config, "max_decode_len": longest})
     if parts.processes is None:
         copier = partial(PageCopier, config=config, weights=parts.weights) if config.offload_bytes[0] else None
         executor = LocalExecutor(device, copier)

@@ -171,6 +171,11 @@ class SuffixIndex:
                         del self._places[key]
         return len(text)
 
+    @property
+    def num_ngrams(self) -> int:
+        """Number of distinct n-grams in the index."""
+        return len(self._places)
+
     def find_draft(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> ScoredDraft:
         """Return the continuation of the longest match of the context's end: repeatedly the most frequent next token.
 
@@ -314,12 +319,12 @@ class SequenceSuffixes:
         self._remembered.add(token_ids[self._num_prompt_tokens :])
 
 
+def _ngram(options: ProposerOptions) -> NgramProposer:
+    return NgramProposer(options.prompt_lookup_max)
+
+
 BUILTIN = (
-    ProposerInfo(
-        "ngram",
-        "what followed the longest earlier match of the last few tokens in the same sequence",
-        lambda options: NgramProposer(options.prompt_lookup_max),
-    ),
+    ProposerInfo("ngram", "what followed the longest earlier match of the last few tokens in the same sequence", _ngram),
     ProposerInfo(
         "suffix", "what most often followed the longest match, in the same sequence and in finished outputs", SuffixProposer
     ),

@@ -228,7 +228,7 @@ class NativeOperations(TorchOperations):
             others[name], others[f"{name}_least"] = _norm(each)
         if rope is not None:
             others |= {"cos": rope[0].data_ptr(), "sin": rope[1].data_ptr()}
-        self.functions.product(product_of(packed, x, qkv, **others))
+        self.functions.product(product_of(packed, x, qkv, others))
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], norm_values(self, qkv[:, rotated:], heads)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -259,7 +259,7 @@ class NativeOperations(TorchOperations):
     ) -> None:
         factors, least = _norm(norm)
         others = {"norm": factors, "norm_least": least, "mode": mode, "activation": _ACTIVATIONS[activation]}
-        self.functions.product(product_of(packed, x, out, **others))
+        self.functions.product(product_of(packed, x, out, others))
 
 
 def _packed_of(x: Tensor, linear: Linear) -> PackedWeight | None:

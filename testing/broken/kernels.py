@@ -359,7 +359,7 @@ _MISTAKES: dict[str, dict[str, Any]] = {
     "begins-with-the-slot": {"begin": lambda self, cache, slot, context: PlainStates.begin(self, cache, slot, max(context, 1))},
     # A later chunk is convolved without the inputs before it.
     "forgets-the-convolution": {
-        "begin": lambda self, *given: replace(PlainStates.begin(self, *given), conv=SequenceState.zeros(self.spec).conv)
+        "begin": lambda *given: replace(PlainStates.begin(*given), conv=SequenceState.zeros(given[0].spec).conv)
     },
     # Slot -1 is the last slot, as in Python.
     "writes-padding-slots": {"is_real": lambda self, slot: True},

@@ -53,7 +53,8 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
     ranks.sum_by(sums, None)
     if len(sums) == 1:
         return
-    layer = sum_layer(ranks)
+    names, wanted, group = [each.name for each in sums], counted_points("bytes", SIZES), _record(ranks.size)
+    layer = SumLayer(group, identify_device(ranks.device), names, wanted, ranks.device, INTERLEAVED, None, ranks)
     us, source = torch.full((len(sums), len(SIZES)), math.nan, device=ranks.device), "stored by rank 0"
     if ranks.rank > 0:
         layer.follow()
@@ -95,12 +96,6 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
         return (times.fastest(count, candidates) if times is not None else None) or candidates[0 if times is None else -1]
 
     return {**common, "ways": BYTES.changes(serving), "by": source}
-
-
-def sum_layer(ranks: TorchRanks) -> SumLayer:
-    """Return the all-reduce of the ranks as a layer that can be measured."""
-    names, wanted = [each.name for each in ranks.sums], counted_points("bytes", SIZES)
-    return SumLayer(_record(ranks.size), identify_device(ranks.device), names, wanted, ranks.device, INTERLEAVED, None, ranks)
 
 
 def sums_table(device: DeviceIdentity, size: int, us: Times) -> CrossoverTable:

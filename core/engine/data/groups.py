@@ -103,7 +103,8 @@ def page_format(
 ) -> PageFormat:
     """Return the page format, with layers grouped by window. A window longer than max_model_len is ignored.
     free_before_window: False to free no tokens before windows, with all layers in one group."""
-    bytes_of = [_block_bytes(spec, layout, block_size) for spec, layout in zip(specs, layouts, strict=True)]
+    geometries = [CacheGeometry.of(spec, 1, block_size) for spec in specs]
+    bytes_of = [dict(layout.tensor_bytes(each)) for each, layout in zip(geometries, layouts, strict=True)]
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if free_before_window else None for spec in specs]
     whole = CacheGroup(block_size, None, tuple(range(len(specs))))
@@ -120,10 +121,6 @@ def page_format(
     for layer in sorted(range(len(specs)), key=lambda layer: windows[layer] is not None):
         kinds.setdefault((windows[layer], bytes_of[layer]["key"]), []).append(layer)
     return _shared(kinds, bytes_of, block_size, max_model_len)
-
-
-def _block_bytes(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> dict[str, int]:
-    return dict(layout.tensor_bytes(CacheGeometry.of(spec, 1, block_size)))
 
 
 def _window(spec: AttentionSpec, max_model_len: int) -> int | None:

@@ -187,8 +187,7 @@ class LocalExecutor:
         )
         """Attention function that the model calls. Outside of steps, only the shapes of its results are valid."""
         self._hosts = parts.hosts or HostRows(None, {})
-        cached = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
-        self.adapters = AdapterStore.of(model, cached, follows=parts.ranks.rank > 0)
+        self.adapters = AdapterStore.of(model, config.max_cpu_loras or config.max_loras, follows=parts.ranks.rank > 0)
         """Adapters in host memory. None if the model has no adapter slots."""
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, parts.max_decode_len)
         self.runner = ModelRunner(

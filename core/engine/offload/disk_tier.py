@@ -206,7 +206,8 @@ class DiskStore:
             found = [(path.stat().st_mtime_ns, path.name) for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
         except OSError as error:
             raise ConfigError("kv_offload_dir", "a folder that can be written", f"{folder}: {error}") from error
-        self.stored: list[PageName] = [_name_of(name) for _, name in sorted(found)]
+        parts_of_names = (name.removesuffix(".page").split("-") for _, name in sorted(found))
+        self.stored: list[PageName] = [(int(group), bytes.fromhex(digest)) for group, digest in parts_of_names]
         """Names of the pages in the folder, least recently used first."""
         self.max_stored = max((max_bytes - others) // (page_bytes + _HEADER.size), 1)
         self._thread = ThreadPoolExecutor(1, "headway-offload")
@@ -295,11 +296,6 @@ def _checksum(page: StoredPage, parts: Sequence[memoryview]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def _name_of(file_name: str) -> PageName:
-    group, digest = file_name.removesuffix(".page").split("-")
-    return int(group), bytes.fromhex(digest)
 
 
 def _trim(folder: Path, max_bytes: int, own: Path) -> int:

@@ -32,6 +32,11 @@ class AdapterTable:
         """Adapters that requests may name by only their ID."""
         return [each.request for each in self._by_id.values() if not each.leaving]
 
+    @property
+    def num_in_slots(self) -> int:
+        """Number of adapters in slots."""
+        return len(self._slot_of)
+
     def add(self, request: LoRARequest, adapter: HostAdapter | None = None) -> KnownAdapter:
         """Register an adapter and return it. adapter: contents of the adapter, or None to read them from its files.
 

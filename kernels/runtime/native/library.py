@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -550,7 +550,8 @@ def multiply(packed: PackedWeight, x: Tensor, out: Tensor | None = None) -> Tens
     return target
 
 
-def product_of(packed: PackedWeight, x: Tensor, out: Tensor, **others: Any) -> ProductStruct:
+def product_of(packed: PackedWeight, x: Tensor, out: Tensor, others: Mapping[str, Any] | None = None) -> ProductStruct:
     """Return the arguments of `Functions.product`. others: further fields."""
     given = {"weight": packed.described, "x": x.data_ptr(), "out": out.data_ptr(), "rows": len(x), "type": TYPES[x.dtype]}
-    return ProductStruct(**given, ldx=x.stride(0), ldo=out.stride(0), **others)
+    strides = {"ldx": x.stride(0), "ldo": out.stride(0)}
+    return ProductStruct(**given, **strides, **(others or {}))

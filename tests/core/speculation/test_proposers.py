@@ -103,7 +103,7 @@ def test_dropped_texts_leave_no_ngram_behind() -> None:
         index.append([random.randrange(4) for _ in range(200)])
     for _ in range(6):
         assert index.drop_oldest() == 200
-    assert not index._places
+    assert index.num_ngrams == 0
 
 
 def test_a_guess_is_cheap_however_long_the_text() -> None:

@@ -40,7 +40,7 @@ def test_many_adapters_in_one_batch_write_what_each_writes_alone(adapted: LLM, a
     assert len({tuple(tokens) for tokens in together[::4]}) == 3, "adapters write texts of their own"
     table = adapted.engine.adapter_table
     table.check_integrity()
-    assert len(table._slot_of) == 2
+    assert table.num_in_slots == 2
 
 
 def test_the_model_itself_writes_what_it_writes_without_slots(adapted: LLM, base: Path, adapters: list[LoRARequest]) -> None:
