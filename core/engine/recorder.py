@@ -455,11 +455,8 @@ class Recorder:
         for call in calls:
             again = seen[call.layer] = seen.get(call.layer, -1) + 1
             for part, (at, taken) in enumerate(known.items()):
-                length, context, end = (
-                    int(step.query_lens[at]),
-                    int(step.context_lens[at]),
-                    int(ends[at if entry.calls else part]),
-                )
+                length, context = int(step.query_lens[at]), int(step.context_lens[at])
+                end = int(ends[at if entry.calls else part])
                 phase = Phase.of(length, context, int(step.num_draft_tokens[at]) + 1)
                 backend, allowed = self._allowed(call.layer, entry.backends, phase)
                 found = RecordedCall(
