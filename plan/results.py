@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,7 +17,6 @@ from headway.plan.attention_times import Source
 from headway.plan.search import FleetPlan, FleetSearch, Layout, RefusedLayout
 from headway.plan.step_time import StepParts
 
-R = TypeVar("R", bound=BaseModel)
 MEASURED_ON: Final = "h200"
 """Kind of GPU on which utilizations were fitted."""
 _WORDS: Final = {
@@ -115,27 +114,26 @@ def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, comman
     missed = {plan.layout: plan for plan in search.plans if plan.layout not in met}
     refused = [*_refused(search.refused)]
     refused += [RefusedRow(layout=str(layout), reason=f"batch {plan.batch}: {plan.reason}") for layout, plan in missed.items()]
-    return _filled(
-        PlanReport,
-        demand,
+    return PlanReport(
         command=command,
         origin=Origin.here(),
         model=model,
         gpu=search.gpu.name,
         num_gpus=search.num_gpus,
+        input_len=demand.input_len,
+        output_len=demand.output_len,
+        rate=demand.rate,
         max_first_token_ms=demand.limits.first_token_ms,
         max_per_token_ms=demand.limits.per_token_ms,
         percentile=demand.limits.percentile,
+        prefix_len=demand.prefix_len,
+        num_prefixes=demand.num_prefixes,
+        routing=demand.routing,
         plans=rows,
         full_load=[_row(plan, model, search, plan.reason) for plan in search.full_load],
         refused=refused,
         sources=sources(search),
     )
-
-
-def _filled(kind: type[R], given: object, **own: Any) -> R:
-    """Return a row or report with the fields `own` and, for its other fields, the attributes of `given` of the same names."""
-    return kind(**{name: getattr(given, name) for name in kind.model_fields.keys() - own if hasattr(given, name)}, **own)
 
 
 def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
@@ -189,15 +187,23 @@ def _gpu_us(plan: FleetPlan) -> dict[str, float]:
 
 def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanRow:
     layout = plan.layout
-    return _filled(
-        PlanRow,
-        plan,
+    return PlanRow(
         tensor_parallel_size=layout.size,
+        replicas=plan.replicas,
         kv_cache_dtype=layout.kv_cache_dtype,
         weights=layout.weights.name,
+        batch=plan.batch,
+        num_gpus=plan.num_gpus,
+        tokens_per_second=plan.tokens_per_second,
+        tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
+        tokens_per_second_per_user=plan.tokens_per_second_per_user,
+        first_token_ms=plan.first_token_ms,
+        per_token_ms=plan.per_token_ms,
         memory_gib=plan.memory_bytes / 2**30,
+        cache_tokens=plan.cache_tokens,
         cached_share=plan.latencies.cached_share,
         preemptions=plan.latencies.num_preemptions,
+        attention=plan.attention,
         us_per_token={each.name: getattr(plan.latencies.parts, each.name) for each in fields(StepParts)},
         command=start_command(layout, model, plan.batch, search.demand.max_model_len),
         reason=reason,
