@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import Field, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from types import CodeType, FunctionType, SimpleNamespace
-from typing import Any, ClassVar, cast, dataclass_transform
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, ClassVar, Self, cast, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -58,15 +58,35 @@ class AttentionRule:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = cls.__dict__.get("name") or cls.__name__
-        lists = [name for name in vars(cls).get("__annotations__", {}) if isinstance(vars(cls).get(name), list)]
-        if lists:
-            raise ConfigError(f"attention rule {cls.name}", f"a tuple or a tensor as default of {lists[0]}", "a list")
-        dataclass(frozen=True, eq=False, repr=False)(cls)
+        try:
+            dataclass(frozen=True, eq=False, repr=False)(cls)
+        except (TypeError, ValueError) as error:
+            need = "parameters whose defaults are numbers, tuples or tensors, after those without one"
+            raise ConfigError(f"attention rule {cls.name}", need, error) from error
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Check that each parameter has a value, and that there are no other values."""
+        signature = inspect.signature(MethodType(cls.__init__, cls))
+        try:
+            signature.bind(*values, **named)
+        except TypeError as error:
+            own = [*signature.parameters]
+            unknown = next((name for name in named if name not in own), "")
+            hint = f"declare {unknown} as a field, or remove it" if unknown else "give the fields defaults, or pass them by name"
+            need = f"parameters out of {', '.join(own) or 'none'}"
+            raise ConfigError(f"attention rule {cls.name}", need, unknown or error, hint) from error
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Copy tensors, so that later changes of the caller's have no effect."""
+        """Copy tensors and make `PerHead` parameters tuples, so that later changes of the caller's have no effect."""
         for field, value in self._fields():
-            if isinstance(value, Tensor):
+            if _is_per_head(field):
+                try:
+                    object.__setattr__(self, field.name, tuple(map(float, value)))
+                except (TypeError, ValueError):
+                    what = f"attention rule {self.name}, {field.name}"
+                    raise ConfigError(what, "a tuple with one number for each query head", repr(value)) from None
+            elif isinstance(value, Tensor):
                 object.__setattr__(self, field.name, value.detach().clone())
 
     def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
@@ -157,9 +177,8 @@ class AttentionRule:
         for field, value in self._fields():
             if isinstance(value, Tensor) or _is_per_head(field):
                 if field.name not in placed:
-                    placed[field.name] = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float32).to(
-                        head.device
-                    )
+                    dtype = None if isinstance(value, Tensor) else torch.float32
+                    placed[field.name] = torch.as_tensor(value, dtype=dtype).to(head.device)
                 value = placed[field.name][head] if _is_per_head(field) else placed[field.name]
             setattr(found, field.name, value)
         return found
@@ -229,21 +248,17 @@ def rule_of(given: AttentionRule | type[AttentionRule], parameters: Mapping[str,
     :raises ConfigError: if a parameter is unknown, or has neither a value nor a default.
     """
     own = {field.name: field for field in fields(given)}  # type: ignore[arg-type]
-    unknown = [name for name in parameters if name not in own]
-    if unknown:
-        raise ConfigError(f"attention rule {given.name}", f"parameters out of {', '.join(own) or 'none'}", unknown[0])
     values = {name: getattr(given, name) for name in own} if isinstance(given, AttentionRule) else {}
     for name, value in parameters.items():
-        listed = isinstance(value, list)
-        values[name] = tuple(value) if listed and _is_per_head(own[name]) else torch.tensor(value) if listed else value
+        try:
+            table = isinstance(value, list) and name in own and not _is_per_head(own[name])
+            values[name] = torch.tensor(value) if table else value
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"attention rule {given.name}, {name}", "a tensor as nested lists of numbers", error) from error
     kind = type(given) if isinstance(given, AttentionRule) else given
-    try:
-        made = given if isinstance(given, AttentionRule) and not parameters else kind(**values)
-        assert made.digest  # of the source as it was loaded, before the file changes
-        return made
-    except TypeError as error:
-        need, hint = "values for its parameters", f"give the fields defaults, or pass {given.name}(...) in Python"
-        raise ConfigError(f"attention rule {given.name}", need, str(error).partition("() ")[2] or str(error), hint) from error
+    made = given if isinstance(given, AttentionRule) and not parameters else kind(**values)
+    assert made.digest  # of the source as it was loaded, before the file changes
+    return made
 
 
 def _is_per_head(field: Field[Any]) -> bool:

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway import LLM, AsyncLLM, EngineArgs, SamplingParams
 from headway.contract import AttentionRule, AttentionSpec, ConfigError, PerHead, PromptError, check_rule
+from headway.core.contract.rule import rule_of
 from headway.registry import create_registry, hookimpl
 from headway.testing.kit.kit import kernels_for, make_kit, run_cell
 from headway.tuning.table.schema import SpecRecord
@@ -286,6 +287,32 @@ def test_config_json_names_a_plugins_rule_and_no_file(model: tuple[str, Any]) ->
         started({"all": {"rule": "Slow", "rat": 1}}, plugins=[Plugin()])
 
 
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: Slow(rat=1), r"rule Slow: needs parameters out of rate, got rat \(declare rat as a field, or remove it\)"),
+        (lambda: replace(Slow(), rat=1), r"rule Slow: needs parameters out of rate, got rat \(declare"),
+        (lambda: Slow(1, 2), r"rule Slow: needs parameters out of rate, got too many positional arguments \(give the fields"),
+        (lambda: DocumentTable(), r"rule DocumentTable: needs parameters out of ids, got missing .*'ids' \(give the fields"),
+        (lambda: rule_of(DocumentTable, {}), r"rule DocumentTable: needs parameters out of ids, got missing .*'ids'"),
+        (
+            lambda: rule_of(DocumentTable, {"ids": [[1], [2, 3]]}),
+            "DocumentTable, ids: needs a tensor as nested lists of numbers",
+        ),
+        (lambda: Slow(0.5), "rule Slow, rate: needs a tuple with one number for each query head, got 0.5"),
+        (lambda: Slow("ab"), "rule Slow, rate: needs a tuple with one number for each query head, got 'ab'"),
+    ],
+)
+def test_wrong_parameters_in_python_are_refused_in_one_line(made: Callable[[], AttentionRule], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as raised:
+        made()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_list_of_numbers_for_each_head_becomes_a_tuple() -> None:
+    assert Slow([1, 2, 3, 4]) == Slow((1.0, 2.0, 3.0, 4.0))
+
+
 def bad(part: str, function: Callable[..., Any], **attributes: Any) -> AttentionRule:
     """A rule with one function."""
     return type("Bad", (AttentionRule,), {part: lambda self, *given: function(*given), **attributes})()  # type: ignore[no-any-return]
@@ -359,8 +386,13 @@ def test_a_rule_keeps_its_own_copy_of_a_table() -> None:
 
 
 def test_a_list_as_default_and_layers_that_do_not_exist_are_refused(model: tuple[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="rule Bad: needs a tuple or a tensor as default of rate, got a list"):
-        type("Bad", (AttentionRule,), {"__annotations__": {"rate": PerHead}, "rate": [1.0]})
+    for kind, default in ((PerHead, [1.0]), (dict, {})):
+        with pytest.raises(
+            ConfigError, match="rule Bad: needs parameters whose defaults are .*, got mutable default .* field rate"
+        ):
+            type("Bad", (AttentionRule,), {"__annotations__": {"rate": kind}, "rate": default})
+    with pytest.raises(ConfigError, match="rule Bad: needs .*, after those without one, got non-default argument 'window'"):
+        type("Bad", (AttentionRule,), {"__annotations__": {"rate": float, "window": int}, "rate": 1.0})
     for key in ("layers.1-2", "layers.2"):
         with pytest.raises(ConfigError, match="layers.N or layers.N-M of 2 attention layers"):
             LLM(model[0], skip_tokenizer_init=True, attention_rules={key: RULES["TanhCap"]})
