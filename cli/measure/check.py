@@ -72,7 +72,7 @@ def check(
 ) -> None:
     """Test a backend against the contract.
 
-    The exit code is 1 if anything fails. Ctrl-C shows the results so far.
+    The exit code is 1 if anything fails, and 2 if nothing was checked. Ctrl-C shows the results so far.
 
     The backend runs in child processes, so that a crash, a hang or an exit is reported as a failure.
     """
@@ -116,12 +116,12 @@ def check(
         write_json(made, passport, "--passport")
         if passport.resolve() != place.resolve():
             print(f"A start looks for the passport of this plugin in {place}.")
-    if all(report.unavailable for report in reports):
-        raise typer.Exit(2)
     if any(report.not_run and not (stop_at_failure and report.failed) for report in reports):
         raise KeyboardInterrupt  # handled like an interrupt: it ends the command
     if any(report.failed for report in reports):
         raise typer.Exit(1)
+    if not any(report.tested for report in reports):
+        raise typer.Exit(2)
 
 
 def _with_kind(target: str, kind: str) -> str:

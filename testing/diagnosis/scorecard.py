@@ -57,11 +57,11 @@ def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) ->
     yield Text()
     counts = Counter(cell.status for cell in report.cells)
     verdict, style = ("FAILED", "bold red") if failed else ("passed", "bold green")
-    if report.not_run and not failed:
-        verdict, style = "interrupted", "bold yellow"
+    if not failed and (report.not_run or not report.tested):
+        verdict, style = "interrupted" if report.not_run else "nothing was checked", "bold yellow"
     parts = [f"{counts[status]} {status}" for status in _MARKS if counts[status]]
     parts += [f"{report.not_run} not run"] if report.not_run else []
-    yield Text(f"{verdict}: {', '.join(parts) or 'nothing was tried'} in {report.seconds:.0f} s", style)
+    yield Text(f"{verdict}: {', '.join(parts) or 'no cells'} in {report.seconds:.0f} s", style)
 
 
 def _line(name: str, text: str, cells: Sequence[CellResult], width: int) -> Text:
@@ -170,7 +170,7 @@ def badge(report: CheckReport) -> str:
     kind = "quick" if report.quick else "full"
     if failed:
         text, colour = f"{failed} of {done} failed", "#e05d44"
-    elif report.unavailable or report.not_run or not done:
+    elif report.not_run or not report.tested:
         text, colour = "not tested", "#9f9f9f"
     else:
         text, colour = f"{done} cells passed ({kind})", "#4c1"

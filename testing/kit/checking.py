@@ -16,7 +16,7 @@ from headway.registry.isolation import Trial
 from headway.registry.plugin_sources import find_source
 from headway.testing.kit.checks.answers import level_text
 from headway.testing.kit.checks.claims import CELL, try_plugin
-from headway.testing.kit.kit import list_cells, make_kit, run_cell
+from headway.testing.kit.kit import list_cells, make_kit, run_cell, words_of_checks
 from headway.testing.kit.report import CellResult, CheckReport, machine_of, now
 from headway.testing.kit.runner import CellProcess, CellRun, Listed, Sanitizer, cell_timeout
 from headway.testing.kit.subject import BASELINE
@@ -159,9 +159,11 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell or not wanted.only:
         return list(cells)
     only, known = wanted.only.split(","), dict.fromkeys(cell.partition(":")[0] for cell in cells)
+    refused = "serves" in known and known.keys() <= {"process", "serves"}  # no layer is supported: `serves` says why
     for name in only:
-        if name not in known:
+        if name not in known and not (refused and name in words_of_checks()):
             raise ConfigError("--only", f"checks of this subject: {', '.join(known)}", repr(name))
+    only = only if known.keys() & {*only} else ["serves"]
     return [cell for cell in cells if cell.partition(":")[0] in only]
 
 

@@ -121,6 +121,11 @@ class CheckReport(ResultFile):
         """Results of the cells that failed."""
         return [cell for cell in self.cells if cell.status == "failed"]
 
+    @property
+    def tested(self) -> bool:
+        """True if at least one cell passed or failed, so that not all were skipped."""
+        return any(cell.status != "skipped" for cell in self.cells)
+
     def write(self, path: Path) -> None:
         """Write the report as JSON.
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from headway.cli.app import make_app
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.oracle.cells import PHASES, CheckCell
 from headway.core.system.provenance import Origin
@@ -428,6 +430,16 @@ def test_several_checks_are_asked_for_at_once() -> None:
     assert [cell.check for cell in report.cells] == ["claims", "options"]
     with pytest.raises(ConfigError, match="--only: needs checks of this subject: claims, .*, got 'ansewr'"):
         check(Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims,ansewr"))
+
+
+@pytest.mark.parametrize("options", [["--only", "answer"], ["--only", "answer,long"], ["--only", "serves"]])
+def test_a_check_in_which_nothing_ran_gives_the_reason_and_exits_with_2(options: list[str]) -> None:
+    command = ["check", f"{EXAMPLE}:Example", "--rule", "tests/support/rules.py:TanhCap", "--jobs", "1", *options]
+    result = CliRunner().invoke(make_app(), command, catch_exceptions=False)
+    assert result.exit_code == 2
+    assert "rule: needs a backend that computes it, got rule=TanhCap" in " ".join(result.output.split())
+    assert "nothing was checked: 3 skipped" in result.output
+    assert "passed" not in result.output
 
 
 def test_a_cell_in_this_process_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
