@@ -309,6 +309,19 @@ def test_wrong_parameters_in_python_are_refused_in_one_line(made: Callable[[], A
     assert "\n" not in str(raised.value)
 
 
+class FarNaN(AttentionRule):
+    """A rule whose faulty pair of positions is not among those that a start checks."""
+
+    def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
+        return score + torch.log((q_pos - 21).abs() + (k_pos - 5).abs() - 0.5)
+
+
+def test_debug_mode_names_the_rule_that_may_have_made_a_nan(model: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_DEBUG", "1")
+    (output,) = engine(model[0], FarNaN()).generate([{"prompt_token_ids": START[:22]}], GREEDY)
+    assert "the first came from sdpa or attention rule FarNaN, in attention layer 0" in str(output.outputs[0])
+
+
 def test_a_list_of_numbers_for_each_head_becomes_a_tuple() -> None:
     assert Slow([1, 2, 3, 4]) == Slow((1.0, 2.0, 3.0, 4.0))
 

@@ -352,7 +352,9 @@ class PagedAttention:
                 shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
                 raise blame(error, f"backend {backend.name}", phase, shapes) from error
         if self.debug:
-            self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
+            rule = self.specs[layer].rule
+            sources = self.serving if rule is None else (*self.serving, f"attention rule {rule.name}")
+            self._look_for_nan(layer, f"{' or '.join(sources)}, in", out)
         if self.watch is not None:
             self.watch("attention", layer, [q], out)
 
