@@ -31,6 +31,7 @@ from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.operation import KINDS, OperationKind, kind_of_class
+from headway.core.contract.rule import AttentionRule
 from headway.core.contract.state import StateLayout
 from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
@@ -207,6 +208,7 @@ class PluginFile(PluginSource):
             classes = list(_own_classes(module))
             name = classes[0] if len(classes) == 1 else "CLASS"
             hint = f"mark its functions with headway.hookimpl, or name a class of it: {self.path}:{name}"
+            hint = _rules_hint(module, self.path) or hint
             raise PluginError(f"plugin {self.path}: it implements no hook of ours: {hint}")
         return module
 
@@ -417,14 +419,14 @@ def _read_sources(folders: Iterable[Path]) -> None:
         sys.path_importer_cache[folder] = FileFinder(folder, compiled, source)
 
 
-def load_file(path: Path) -> ModuleType:
+def load_file(path: Path, word: str = "plugin") -> ModuleType:
     """Import a file as a module named after the file, even if it was imported before. The file may import other files in its
-    folder.
+    folder. word: what the file contains, for errors.
 
     :raises ConfigError: if the file does not exist.
     :raises PluginError: if the file does not load; the error states the line.
     """
-    _existing(path)
+    _existing(path, word)
     stem = re.sub(r"\W", "_", path.resolve().parent.name) if path.name == "__init__.py" else path.stem
     known = sys.modules.get(stem)
     mine = known is None or getattr(known, "__file__", None) == str(path.resolve())
@@ -442,14 +444,30 @@ def load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(name)
-        raise PluginError(f"plugin {path}: {type(error).__name__}: {error}{_line(error, path)}") from error
+        raise PluginError(f"{word} {path}: {type(error).__name__}: {error}{_line(error, path)}") from error
     return module
 
 
-def _existing(path: Path) -> Path:
+def _existing(path: Path, word: str = "plugin") -> Path:
     if not path.is_file():
-        raise ConfigError("plugin", "FILE.py or FILE.py:CLASS", str(path), "there is no such file")
+        raise ConfigError(word, "FILE.py or FILE.py:CLASS", str(path), "there is no such file")
     return path
+
+
+def rules_in(module: ModuleType) -> dict[str, AttentionRule | type[AttentionRule]]:
+    """Return name -> attention rule, or class of one, that a module defines."""
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if (isinstance(each, AttentionRule) or (isinstance(each, type) and issubclass(each, AttentionRule)))
+        and each.__module__ == module.__name__
+    }
+
+
+def _rules_hint(module: ModuleType, path: Path) -> str:
+    """Return how to pass the rules of a file that was given as a plugin or a kernel; "" if it has none."""
+    rules = ", ".join(f"{path}:{name}" for name in rules_in(module))
+    return f"attention rules are passed with --attention-rule, or with --rule of headway check: {rules}" if rules else ""
 
 
 def has_hooks(module: ModuleType) -> bool:
@@ -464,10 +482,11 @@ def class_in(module: ModuleType, name: str, path: Path, kind: OperationKind | No
     """
     own = _own_classes(module, KINDS if kind is None else (kind,))
     if name and name not in own:
-        known = ", ".join(own) or f"no subclass of {_bases(KINDS if kind is None else (kind,))} there"
-        raise ConfigError(f"class in {path}", f"one of {known}", repr(name))
+        known = f"one of {', '.join(own)}" if own else f"a subclass of {_bases(KINDS if kind is None else (kind,))} there"
+        raise ConfigError(f"class in {path}", known, repr(name), _rules_hint(module, path))
     if not name and len(own) != 1:
-        raise ConfigError("backend", f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}", path)
+        need = f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}"
+        raise ConfigError("backend", need, path, _rules_hint(module, path))
     return check_class(own[name or next(iter(own))])
 
 

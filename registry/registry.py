@@ -29,6 +29,7 @@ from headway.registry.plugin_sources import (
     given_plugins,
     installed_plugins,
     load_file,
+    rules_in,
     split_target,
     with_hooks,
 )
@@ -202,20 +203,12 @@ class Registry(Kernels):
             if not files:
                 hint = f"if you trust its code: --attention-rule {given}, with the path of the file" * ("json" in option)
                 raise ConfigError(option, "the name of a plugin's rule", repr(given), hint)
-            if not path.is_file():
-                raise ConfigError("attention rule", "FILE.py:CLASS", given, "the file does not exist")
-            module = load_file(path)
-            own = {
-                key: each
-                for key, each in vars(module).items()
-                if (isinstance(each, AttentionRule) or (isinstance(each, type) and issubclass(each, AttentionRule)))
-                and each.__module__ == module.__name__
-            }
+            own = rules_in(load_file(path, "attention rule"))
             if not name and len(own) == 1:
                 name = next(iter(own))
             if name not in own:
-                raise ConfigError(f"attention rule {given}", f"one of {', '.join(own) or 'no rule there'}", repr(name))
-            given = own[name]
+                raise ConfigError("attention rule", f"{path}:RULE, with a rule out of {', '.join(own) or 'none there'}", given)
+            return rule_of(own[name], {})
         if isinstance(given, AttentionRule) or (isinstance(given, type) and issubclass(given, AttentionRule)):
             return rule_of(given, {})
         known = ", ".join(self.attention_rules) or "none is registered"

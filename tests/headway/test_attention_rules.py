@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway import LLM, AsyncLLM, EngineArgs, SamplingParams
-from headway.contract import AttentionRule, AttentionSpec, ConfigError, PerHead, PromptError, check_rule
+from headway.contract import AttentionRule, AttentionSpec, ConfigError, HeadwayError, PerHead, PromptError, check_rule
 from headway.core.contract.rule import rule_of
 from headway.registry import create_registry, hookimpl
 from headway.testing.kit.kit import kernels_for, make_kit, run_cell
@@ -307,6 +307,23 @@ def test_wrong_parameters_in_python_are_refused_in_one_line(made: Callable[[], A
     with pytest.raises(ConfigError, match=expected) as raised:
         made()
     assert "\n" not in str(raised.value)
+
+
+def test_messages_about_a_rules_file_call_it_a_rule(tmp_path: Path) -> None:
+    own, bad = tmp_path / "own_rules.py", tmp_path / "bad_rule.py"
+    own.write_text(Path("tests/support/rules.py").read_text())
+    bad.write_text("raise RuntimeError('boom')\n")
+    registry = create_registry(load_entry_points=False)
+    for text, expected in (
+        (f"{bad}:Bad", f"^attention rule {bad}: RuntimeError: boom .line 1"),
+        (f"{own}:Nobody", f"^attention rule: needs {own}:RULE, with a rule out of .*TanhCap, .*, got {own}:Nobody"),
+        ("nowhere.py:Far", "^attention rule: needs FILE.py or FILE.py:CLASS, got nowhere.py .there is no such file"),
+    ):
+        with pytest.raises(HeadwayError, match=expected):
+            registry.attention_rule(text)
+    for plugin in (own, f"{own}:TanhCap"):
+        with pytest.raises(HeadwayError, match=f"attention rules are passed with --attention-rule, .*{own}:TanhCap"):
+            create_registry([plugin], load_entry_points=False)
 
 
 class FarNaN(AttentionRule):

@@ -315,5 +315,5 @@ def test_a_class_in_a_file_is_checked_in_children_by_its_kind(tmp_path: Path) ->
     assert [(result.cell, result.status) for result in report.cells] == [(cell, "failed")]
     assert report.cells[0].feature == "plain"
     assert "256 x 256" in report.cells[0].shape
-    with pytest.raises(ConfigError, match="no subclass of ExpertsKernel there"):
+    with pytest.raises(ConfigError, match="needs a subclass of ExpertsKernel there, got"):
         check(Wanted(f"experts:{file}:Own", cell=cell))
