@@ -130,48 +130,65 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     :raises OSError: if the folder cannot be made.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
+    with scratch_folder(target) as part:
+        yield part
+        with contextlib.suppress(OSError):
+            os.rename(part, target)
+        if not target.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
+
+
+@contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder next to `target`. It is removed when the block ends or, if the process is killed, by the next `clean`.
+
+    :raises OSError: if the folder cannot be made.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = _part_name(target)
     part.mkdir()
     handle = os.open(part, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield part
-        with contextlib.suppress(OSError):
-            os.rename(part, target)
-        if not target.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
     finally:
         shutil.rmtree(part, ignore_errors=True)
         os.close(handle)
 
 
 @contextmanager
-def one_process(path: Path, seconds: float = 120.0) -> Iterator[None]:
+def one_process(path: Path, seconds: float = 120.0, work: str = "") -> Iterator[None]:
     """Run the block while no other process or thread runs a block for the same path.
 
     If a process that runs the block dies, the next one starts. After `seconds`, or in a folder without locks, the block runs
-    regardless of the others.
+    regardless of the others. work: description of the block for the log, which says that this process waits; "" logs nothing.
     """
     lock, handle, held = path.with_name(f".{path.name}.lock"), -1, False
     end = time.monotonic() + seconds
     try:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _SHARED)
             while not held and time.monotonic() < end:
+                if handle < 0:
+                    handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _SHARED)
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    held = True
+                    held = os.fstat(handle).st_nlink > 0
+                    if not held:  # the holder has removed the file, and a third process may have made another
+                        os.close(handle)
+                        handle = -1
                 except BlockingIOError:
+                    if work:
+                        log.warning("waiting up to %.0f s for another process: %s", seconds, work)
+                    work = ""
                     time.sleep(_POLL_SECONDS)
         yield
     finally:
         if handle >= 0:
             with contextlib.suppress(OSError):
                 if held:
-                    lock.unlink()  # a process that waits holds the old file, and then finds what this one has made
+                    lock.unlink()
             os.close(handle)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread, current_thread
 
 import pytest
 
@@ -62,6 +64,45 @@ def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, cap
     assert first[SPEC].at(DECODE, "sdpa", "nhd", 16) == second[SPEC].at(DECODE, "sdpa", "nhd", 16)
     selector = Selector(registry, LayerSpecs([SPEC]), costs=second)
     assert "crossover table" in str(selector.selection)
+
+
+@pytest.mark.usefixtures("small_grid")
+@pytest.mark.parametrize("dies", [False, True])
+def test_of_two_first_starts_one_measures_and_the_other_waits(
+    registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    real, measured, begun, released = autotune.run_kernel_level, list[str](), Event(), Event()
+
+    def slow(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
+        measured.append(current_thread().name)
+        if len(measured) == 1:
+            begun.set()
+            assert released.wait(60)
+            if dies:
+                raise ConfigError("first", "to live", "an end")
+        return real(options, registry)
+
+    found = dict[str, object]()
+
+    def start() -> None:
+        found[current_thread().name] = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
+
+    monkeypatch.setattr(autotune, "run_kernel_level", slow)
+    threads = [Thread(target=start, name=name) for name in ("first", "second")]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    while "for another process: measuring attention backends for" not in caplog.text:
+        time.sleep(0.01)
+    assert measured == ["first"]
+    released.set()
+    for thread in threads:
+        thread.join(120)
+    assert measured == (["first", "second"] if dies else ["first"])
+    assert found["second"] is not None
+    assert not list(stored_tables()[0].parent.glob(".*"))
+    if not dies:
+        assert found["first"][SPEC].at(DECODE, "sdpa", "nhd", 16) == found["second"][SPEC].at(DECODE, "sdpa", "nhd", 16)
 
 
 @pytest.mark.usefixtures("small_grid")

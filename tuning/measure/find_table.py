@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.files import one_process
 from headway.core.system.json_files import write_json
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.timing import MOST_COMPILING
@@ -21,6 +22,8 @@ from headway.tuning.table.files import Prior, TableError, as_adopted, find_prior
 from headway.tuning.table.schema import CRASHED, FAILED, HUNG, CountedRecord, CrossoverTable, DeviceIdentity, LayerRecord, points
 
 log = logging.getLogger("headway")
+_LONGEST_WAIT = 120.0
+"""Seconds of waiting for another process that measures, in addition to the time that measuring takes."""
 _NEEDED_LEVEL = {"attention": 1, "state": 0}
 """Kind of operation -> highest level of required grid points. A table that lacks a required point is completed at the next
 start."""
@@ -106,8 +109,19 @@ class TunedLayer(ABC):
 def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     """Return the table of a layer, measured or completed if needed, or None if none exists.
 
+    If another process measures the same table, this process waits and reads its result.
+
     seconds: time that may be spent on measuring; 0 disables measuring.
     """
+    if seconds <= 0:
+        return _find(layer, seconds)
+    work = f"measuring {layer.record.kernels} for {layer.record}"
+    with one_process(table_path(layer.device, layer.record), _LONGEST_WAIT + (1 + MOST_COMPILING) * seconds, work):
+        vars(layer).pop("stored", None)  # another process may have stored a table meanwhile
+        return _find(layer, seconds)
+
+
+def _find(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     table, path = layer.stored, table_path(layer.device, layer.record)
     if table is None:
         return _first(layer, seconds)

@@ -70,6 +70,25 @@ def test_a_block_waits_for_the_other_process_and_for_no_dead_one(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_three_processes_only_one_runs_the_block(tmp_path: Path) -> None:
+    running, most = list[int](), list[int]()
+
+    def run(number: int) -> None:
+        with one_process(tmp_path / "kernel"):
+            running.append(number)
+            most.append(len(running))
+            time.sleep(0.05)
+            running.remove(number)
+
+    threads = [Thread(target=run, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 12
+
+
 def test_a_block_runs_where_no_lock_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with one_process(tmp_path / "file" / "kernel"):
