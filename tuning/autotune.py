@@ -21,7 +21,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import CostTable
 from headway.core.select.kernels import DEFAULT_BLOCK_SIZES, VERBS, StateCandidates
 from headway.core.select.request import BackendRequest, LayerSpecs
-from headway.core.system.files import clean
+from headway.core.system.files import clean, scratch_folder
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
@@ -272,7 +272,7 @@ class RegisteredLayer(TunedLayer):
             grid=wanted,
             timer=TIMER,
             budget=seconds,
-            output=path if wanted else path.with_suffix(".tested"),
+            output=path,
             resume=resume,
             interruptible=False,
             command=f"autotune {seconds:g} s",
@@ -286,14 +286,18 @@ class RegisteredLayer(TunedLayer):
                 options = replace(options, excluded=failed)
             arguments = (self.registry, self.kernels, kind)
             in_child = third_party_files(*arguments) and can_measure_in_child(*arguments)
-            table = (measure_in_child if in_child else run_kernel_level)(options, self.registry)
+            run = measure_in_child if in_child else run_kernel_level
+            if not wanted:  # only the self-test
+                with scratch_folder(path) as folder:
+                    table = run(replace(options, output=folder / path.name), self.registry)
+            else:
+                table = run(options, self.registry)
         except (HeadwayError, OSError) as error:
             instead = "using the rank order" if old is None else "using the old table as it is"
             log.warning("auto: measuring a crossover table failed, %s: %s", instead, _without_option(error))
             return old
         log_excluded(self, table)
-        if not wanted:  # only the self-test
-            path.with_suffix(".tested").unlink(missing_ok=True)
+        if not wanted:
             return table
         log.info("auto: %d cells in %.1f s, saved in %s", len(table.cells), time.perf_counter() - started, path)
         if not suffices(table, replace(self, wanted=wanted)):

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Thread
 
 from headway.core.contract.errors import ConfigError
@@ -20,6 +21,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.loop import EngineLoop
 from headway.core.select.costs import CostTable
 from headway.core.system.child import Child
+from headway.core.system.files import scratch_folder
 from headway.core.system.json_files import write_json
 from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.autotune import TIMER, RegisteredLayer, preferred_layouts
@@ -172,7 +174,7 @@ class IdleTuner:
             phase: {name: why for name, why in slower_candidates(measured, phase, names).items() if name not in known}
             for phase in {cell.phase for cell in measured}
         }
-        path = table_path(layer.device, layer.record).with_suffix(".idle")
+        path = table_path(layer.device, layer.record)
         options = CrossoverOptions(
             spec=spec,
             backends=names,
@@ -181,7 +183,6 @@ class IdleTuner:
             grid=[*todo],
             refine=0,
             timer=TIMER,
-            output=path,
             interruptible=False,
             given_up=given_up,
             command="idle tuning",
@@ -189,12 +190,11 @@ class IdleTuner:
         log.info("auto: measuring %d points of %s while idle", len(todo), layer.record)
         found = None
         try:
-            found = measure_in_child(options, layer.registry, self._started)
+            with scratch_folder(path) as folder:
+                found = measure_in_child(replace(options, output=folder / path.name), layer.registry, self._started)
         except Exception as error:  # also of a child process that `close` ends meanwhile
             if not self._closed:
                 log.warning("auto: measuring while idle failed: %s", error)
-        with suppress(OSError):
-            path.unlink()
         self._found.append((spec, todo, found))
 
     def _started(self, child: Child) -> None:

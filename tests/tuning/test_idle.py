@@ -18,6 +18,7 @@ from headway import LLM, AsyncLLM, SamplingParams
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.system.child import Child, ChildDied, python_command
+from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.engine_args import EngineArgs
 from headway.registry import Registry
@@ -86,6 +87,29 @@ def test_a_faster_kernel_is_measured_while_idle_and_taken(model: Path, caplog: p
     assert again.driver.assembly.tuner.num_unmeasured == 0
     llm.tune(5)
     assert stats.tuning_changes == 1, "nothing is left to gain"
+
+
+def test_the_file_of_a_measurement_that_a_kill_interrupts_is_removed_by_the_next_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner, outputs = engine(model).driver.assembly.tuner, []
+    folder = stored_tables()[0].parent
+
+    def measured(options: CrossoverOptions, *_: object) -> CrossoverTable:
+        write_json(read_table(stored_tables()[0]), options.output)
+        assert clean(folder) == [], "the process lives"
+        outputs.append(options.output)
+        raise ConfigError("measurement", "to end", "an end")
+
+    monkeypatch.setattr(idle, "measure_in_child", measured)
+    for _ in range(2):
+        tuner.measure(*tuner.next_slice())
+    assert len({*outputs}) == 2, "two processes do not share a file"
+    assert [*folder.iterdir()] == stored_tables()
+    outputs[0].parent.mkdir()
+    write_json(read_table(stored_tables()[0]), outputs[0])  # as a killed process leaves it
+    engine(model)
+    assert [*folder.iterdir()] == stored_tables()
 
 
 def _tried(llm: LLM) -> set[object]:
