@@ -30,6 +30,7 @@ from headway.models.families.families import read_decoder_config
 from headway.models.layers.decoder import Decoder
 from headway.registry import Registry, create_registry
 from plain_models import sizes
+from rules import every_rule
 from sandbox import TOY, install
 from tiny_engine import TinyModel, drain, made_engine
 
@@ -204,6 +205,42 @@ def compare_steps(tmp_path: Path, name: str, dtype: str, **more: Any) -> None:
         compare(observed(small, prompts, length))
         assert small.stats.num_preemptions
         assert drafting.stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dtype": "float32"}, id="float32"),
+        pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}, id="narrow cache"),
+        pytest.param({"dtype": "float32", "attention_rules": {"all": every_rule()["CappedAlibi"]}}, id="rule"),
+    ],
+)
+@pytest.mark.parametrize("level", ["batch", "full"])
+def test_prefix_hits_change_no_bit_of_log_probabilities(tmp_path: Path, level: str, options: dict[str, Any]) -> None:
+    """At the level `full`, also with other chunks. At the level `batch`, there are no hits."""
+    save_random(FULL["qwen3"], tmp_path)
+    random, wish = Random(3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    first = [random.randrange(3, 97) for _ in range(100)]
+    prompts = [first, [*first[:70], *(random.randrange(3, 97) for _ in range(21))]]
+
+    def engine(**more: Any) -> LLM:
+        return llm(tmp_path, deterministic=level, max_model_len=128, skip_tokenizer_init=True, **options, **more)
+
+    def ask(asked: LLM, prompt: list[int]) -> tuple[int, list[tuple[int, float]]]:
+        output = asked.generate([{"prompt_token_ids": prompt}], wish, use_tqdm=False)[0]
+        entries = (entry for place in output.outputs[0].logprobs for entry in place.items())
+        return output.num_cached_tokens, [(token, entry.logprob) for token, entry in entries]
+
+    base = engine(enable_prefix_caching=False)
+    wanted = [ask(base, prompt) for prompt in prompts]
+    assert [cached for cached, _ in wanted] == [0, 0]
+    for chunk in (128, 56, 16) if level == "full" else (128,):
+        caching = engine(enable_prefix_caching=True, max_num_batched_tokens=chunk)
+        for turn in range(2):
+            for (_, entries), prompt in zip(wanted, prompts, strict=True):
+                cached, found = ask(caching, prompt)
+                assert found == entries
+                assert (cached >= 64) == (level == "full" and (turn > 0 or prompt is not first))
 
 
 def test_layers_with_a_state_keep_their_bits_in_any_batch(tmp_path: Path) -> None:
