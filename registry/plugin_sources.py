@@ -456,12 +456,7 @@ def _existing(path: Path, word: str = "plugin") -> Path:
 
 def rules_in(module: ModuleType) -> dict[str, AttentionRule | type[AttentionRule]]:
     """Return name -> attention rule, or class of one, that a module defines."""
-    return {
-        name: each
-        for name, each in vars(module).items()
-        if (isinstance(each, AttentionRule) or (isinstance(each, type) and issubclass(each, AttentionRule)))
-        and each.__module__ == module.__name__
-    }
+    return {name: vars(module)[name] for name, kind in _types(module).items() if issubclass(kind, AttentionRule)}
 
 
 def _rules_hint(module: ModuleType, path: Path) -> str:
@@ -480,9 +475,11 @@ def class_in(module: ModuleType, name: str, path: Path, kind: OperationKind | No
 
     :raises ConfigError: if no such class exists, if several exist and none is named, or if the class is incomplete.
     """
-    own = _own_classes(module, KINDS if kind is None else (kind,))
+    kinds = KINDS if kind is None else (kind,)
+    own = _own_classes(module, kinds)
     if name and name not in own:
-        known = f"one of {', '.join(own)}" if own else f"a subclass of {_bases(KINDS if kind is None else (kind,))} there"
+        bases = " or ".join(kind.kernel.__name__ for kind in kinds)
+        known = f"one of {', '.join(own)}" if own else f"a subclass of {bases} there"
         raise ConfigError(f"class in {path}", known, repr(name), _rules_hint(module, path))
     if not name and len(own) != 1:
         need = f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}"
@@ -491,17 +488,14 @@ def class_in(module: ModuleType, name: str, path: Path, kind: OperationKind | No
 
 
 def _own_classes(module: ModuleType, kinds: Sequence[OperationKind] = KINDS) -> dict[str, type[Kernel]]:
-    bases, own = tuple(kind.kernel for kind in kinds), vars(module).items()
-    return {
-        key: each
-        for key, each in own
-        if isinstance(each, type) and issubclass(each, bases) and each.__module__ == module.__name__
-    }
+    bases, own = tuple(kind.kernel for kind in kinds), vars(module)
+    return {key: each for key, each in _types(module).items() if issubclass(each, bases) and own[key] is each}
 
 
-def _bases(kinds: Sequence[OperationKind]) -> str:
-    *others, last = (kind.kernel.__name__ for kind in kinds)
-    return f"{', '.join(others)} or {last}" if others else last
+def _types(module: ModuleType) -> dict[str, type[Any]]:
+    """Return name -> class, for the classes that a module defines and their instances."""
+    types = {key: each if isinstance(each, type) else type(each) for key, each in vars(module).items()}
+    return {key: each for key, each in types.items() if each.__module__ == module.__name__}
 
 
 def check_class(found: type[C]) -> type[C]:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -272,7 +273,6 @@ class RegisteredLayer(TunedLayer):
             grid=wanted,
             timer=TIMER,
             budget=seconds,
-            output=path,
             resume=resume,
             interruptible=False,
             command=f"autotune {seconds:g} s",
@@ -287,11 +287,8 @@ class RegisteredLayer(TunedLayer):
             arguments = (self.registry, self.kernels, kind)
             in_child = third_party_files(*arguments) and can_measure_in_child(*arguments)
             run = measure_in_child if in_child else run_kernel_level
-            if not wanted:  # only the self-test
-                with scratch_folder(path) as folder:
-                    table = run(replace(options, output=folder / path.name), self.registry)
-            else:
-                table = run(options, self.registry)
+            with nullcontext(path.parent) if wanted else scratch_folder(path) as folder:  # the self-test's table is not kept
+                table = run(replace(options, output=folder / path.name), self.registry)
         except (HeadwayError, OSError) as error:
             instead = "using the rank order" if old is None else "using the old table as it is"
             log.warning("auto: measuring a crossover table failed, %s: %s", instead, _without_option(error))

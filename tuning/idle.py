@@ -64,7 +64,8 @@ class IdleTuner:
         self._used = self._costs()
         self.share = share
         """Maximum share of the idle time to measure."""
-        self.tried = {(spec, key) for spec, table in self._tables.items() for key in _measured(table)}
+        stored = ((spec, cell) for spec, table in self._tables.items() for cell in table.cells)
+        self.tried = {(spec, cell.point) for spec, cell in stored if cell.source == "measured"}
         """(layer, point) that need no measurement any more."""
         self.thread: Thread | None = None
         """Thread that waits for the child process. None while nothing is measured."""
@@ -275,11 +276,6 @@ class IdleTuner:
             phases = {CORE_PHASE[point.phase] for point in self._layers[spec].wanted}
             found[spec] = to_costs(table, phases=tuple(phase for phase in Phase if phase in phases))
         return found
-
-
-def _measured(table: CrossoverTable) -> set[PointKey]:
-    """Return the points of a table that have times measured here."""
-    return {cell.point for cell in table.cells if cell.source == "measured"}
 
 
 def corners(found: Sequence[Point], place: Sequence[int]) -> list[Point]:

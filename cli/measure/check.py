@@ -33,30 +33,20 @@ def check(
         str, typer.Option(help="Model whose layers to test: a config.json, its folder, or a name such as llama-3-8b.")
     ] = "",
     rule: Annotated[
-        str,
-        typer.Option(
-            help="Attention rule to test, as FILE.py:CLASS. Without a kernel, every backend that supports it is tested."
-        ),
+        str, typer.Option(help="Attention rule to test, as FILE.py:CLASS; without a kernel, with every backend that supports it.")
     ] = "",
     only: Annotated[str, typer.Option(help="Checks to run: names from the scorecard, comma-separated.")] = "",
     cell: Annotated[str, typer.Option(help="Single cell to run, by the name in a failure report.")] = "",
     stop_at_failure: Annotated[bool, typer.Option("-x", "--stop-at-failure", help="Stop at the first cell that fails.")] = False,
-    no_guess: Annotated[
-        bool, typer.Option("--no-guess", help="Do not diagnose failures. A diagnosis may take longer than the cell.")
-    ] = False,
+    no_guess: Annotated[bool, typer.Option("--no-guess", help="Do not diagnose failures, which may take long.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A.json B.json", help="Compare two result files instead of running checks. The exit code is 1 if B is worse."
-        ),
+        typer.Option(metavar="A.json B.json", help="Compare two result files; exit with 1 if B is worse."),
     ] = None,
     in_process: Annotated[
-        bool,
-        typer.Option("--in-process", help="Run the cell in this process, for print and breakpoint(). A crash ends the command."),
+        bool, typer.Option("--in-process", help="Run the cell in this process, for print and breakpoint(). A crash ends it.")
     ] = False,
-    sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="Run the cells under compute-sanitizer and report its first error. Slow.")
-    ] = False,
+    sanitize: Annotated[bool, typer.Option("--sanitize", help="Report the first error of compute-sanitizer. Slow.")] = False,
     jobs: Annotated[
         int, typer.Option(min=0, max=1024, help="Number of processes that run cells in parallel. 0 means one per core, up to 4.")
     ] = 0,
@@ -65,9 +55,7 @@ def check(
         typer.Option(min=0.0, max=86_400.0, help="Maximum seconds per cell. 0 means 60 on a CPU, 240 on a GPU, 600 interpreted."),
     ] = 0.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result to this JSON file.")] = None,
-    passport: Annotated[
-        Path | None, typer.Option(help="Write a passport for the plugin that provides the kernel to this file.")
-    ] = None,
+    passport: Annotated[Path | None, typer.Option(help="Write a passport for the kernel's plugin to this file.")] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write an SVG badge with the outcome to this file.")] = None,
 ) -> None:
     """Test a backend against the contract.

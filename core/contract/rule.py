@@ -65,7 +65,7 @@ class AttentionRule:
             raise ConfigError(f"attention rule {cls.name}", need, error) from error
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Check that each parameter has a value, and that there are no other values."""
+        """Check that each parameter has a value, and each value a parameter."""
         signature = inspect.signature(MethodType(cls.__init__, cls))
         try:
             signature.bind(*values, **named)
@@ -78,16 +78,16 @@ class AttentionRule:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Copy tensors and make `PerHead` parameters tuples, so that later changes of the caller's have no effect."""
+        """Copy tensors, make lists tensors, and `PerHead` parameters tuples. Later changes of the caller's have no effect."""
         for field, value in self._fields():
-            if _is_per_head(field):
-                try:
+            try:
+                if _is_per_head(field):
                     object.__setattr__(self, field.name, tuple(map(float, value)))
-                except (TypeError, ValueError):
-                    what = f"attention rule {self.name}, {field.name}"
-                    raise ConfigError(what, "a tuple with one number for each query head", repr(value)) from None
-            elif isinstance(value, Tensor):
-                object.__setattr__(self, field.name, value.detach().clone())
+                elif isinstance(value, (Tensor, list)):
+                    object.__setattr__(self, field.name, torch.as_tensor(value).detach().clone())
+            except (TypeError, ValueError):
+                need = "one number for each query head" if _is_per_head(field) else "a tensor, or nested lists of numbers"
+                raise ConfigError(f"attention rule {self.name}, {field.name}", need, repr(value)) from None
 
     def score(self, score: Tensor, q_pos: Tensor, k_pos: Tensor, head: Tensor, params: Any) -> Tensor:
         """Return the changed score. score: float32 q.k * scale."""
@@ -241,22 +241,14 @@ class AttentionRule:
 
 
 def rule_of(given: AttentionRule | type[AttentionRule], parameters: Mapping[str, Any]) -> AttentionRule:
-    """Return a rule with other values of its parameters. Lists become tuples or tensors, as the parameter's type requires.
-
-    given: a rule, or a class whose other parameters have defaults.
+    """Return a rule with other values of its parameters. given: a rule, or a class whose other parameters have defaults.
 
     :raises ConfigError: if a parameter is unknown, or has neither a value nor a default.
     """
-    own = {field.name: field for field in fields(given)}  # type: ignore[arg-type]
-    values = {name: getattr(given, name) for name in own} if isinstance(given, AttentionRule) else {}
-    for name, value in parameters.items():
-        try:
-            table = isinstance(value, list) and name in own and not _is_per_head(own[name])
-            values[name] = torch.tensor(value) if table else value
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"attention rule {given.name}, {name}", "a tensor as nested lists of numbers", error) from error
-    kind = type(given) if isinstance(given, AttentionRule) else given
-    made = given if isinstance(given, AttentionRule) and not parameters else kind(**values)
+    if isinstance(given, AttentionRule) and parameters:
+        parameters = {field.name: value for field, value in given._fields()} | dict(parameters)
+        given = type(given)
+    made = given if isinstance(given, AttentionRule) else given(**parameters)
     assert made.digest  # of the source as it was loaded, before the file changes
     return made
 
@@ -333,7 +325,7 @@ def _source(of: Any, owner: str) -> bytes:
         raise ConfigError(f"attention rule {owner}", need, f"{of.__name__} without source", hint) from None
 
 
-_PLACES = {2**n + near for n in (0, 4, 6, 7, 10) for near in (-1, 0, 1)} | {511, 512, 4095, 4096, 2**17 - 1, 2**17, 2**19}
+_PLACES = {0, 1, 2, 511, 512, 4095, 4096, *(edge + by for edge in (16, 64, 128, 1024, 1 << 17) for by in (-1, 0, 1)), 1 << 19}
 """Positions at which a rule is checked: at the edges of blocks and tiles, and far ones."""
 _NEAR = 8192
 """Number of positions from 0 at which one result after the other must be a number."""
@@ -423,9 +415,8 @@ class _CheckedRule:
                     self._call(part, kind, one, q_pos[row : row + 1], k_pos[row : row + 1, key : key + 1], heads[head : head + 1])
             at = f"q_pos={q_pos.max()}, k_pos={k_pos.max()}, head={heads.max()}"
             got = f"{type(error).__name__} at {at}: {' '.join(str(error).split())}"
-            hint = ""
-            if "out of bounds" in str(error):
-                hint = "max_len states a rule's positions; the check of a table by head needs --model"
+            outside = "out of bounds" in str(error)
+            hint = "max_len states a rule's positions; the check of a table by head needs --model" if outside else ""
             raise self.error(part, "no exception", got, hint) from error
         if not isinstance(found, Tensor) or found.dtype != kind:
             got = str(found.dtype) if isinstance(found, Tensor) else f"a {type(found).__name__}"

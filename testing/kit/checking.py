@@ -99,7 +99,7 @@ def check(
         model=wanted.model,
         rule=wanted.rule,
         origin=Origin.here(),
-        version=_version(listed.owner),
+        version=Origin.here().version if listed.owner == "built-in" else listed.owner,
         date=now(),
         quick=wanted.quick,
         machine=machine_of(torch.device(wanted.device)),
@@ -167,12 +167,6 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     return [cell for cell in cells if cell.partition(":")[0] in only]
 
 
-def _version(owner: str) -> str:
-    """Return Headway's version for a built-in kernel, else `owner`. owner: for an entry point, the name and version of its
-    distribution."""
-    return Origin.here().version if owner == "built-in" else owner
-
-
 def passport_of(reports: Sequence[CheckReport]) -> tuple[Passport, Path]:
     """Return the passport of a plugin, and the path at which a start looks for it. reports: reports of the plugin's kernels.
 
@@ -204,11 +198,6 @@ def passport_of(reports: Sequence[CheckReport]) -> tuple[Passport, Path]:
         }
         kernels.append(KernelRecords.model_validate(record))
     made = Passport(
-        digest=source.content_digest(),
-        library=source.owner,
-        origin=first.origin,
-        date=first.date,
-        device=device,
-        kernels=kernels,
+        digest=source.content_digest(), library=source.owner, origin=first.origin, date=first.date, device=device, kernels=kernels
     )
     return made, source.passport
