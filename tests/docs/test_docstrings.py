@@ -6,15 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from source_trees import SOURCES, tree_of
+from source_trees import ROOT, SOURCES, tree_of
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "plan", "headway", "bench")
-FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+pytestmark = pytest.mark.xdist_group("structure")
 FRAGMENT = re.compile(r"(Of|Those|By|In|That|It|They|Its|Their)\b")
 
 
@@ -31,13 +28,11 @@ def first_lines(tree: ast.Module) -> Iterator[tuple[int, str]]:
                         yield below.lineno, value.value.strip().splitlines()[0]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_docstring_begins_with_a_subject_or_a_verb(folder: str) -> None:
+def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in FILES
-        if path.relative_to(ROOT).parts[0] == folder
-        for line, text in first_lines(ast.parse(path.read_text()))
+        for path in SOURCES.values()
+        for line, text in first_lines(tree_of(path))
         if FRAGMENT.match(text)
     ]
     assert not found, "\n".join(found)

@@ -436,13 +436,13 @@ def test_the_ring_is_bounded_and_files_hold_no_text_unless_asked(tmp_path: Path)
 
 def test_running_requests_are_not_changed_by_a_record(tmp_path: Path) -> None:
     for name, model in {"attention": Layers(Random(2), sliding_window=11), **MODELS}.items():
-        prompts = [[number, *(Random(number).randrange(50) for _ in range(30))] for number in range(4)]
+        prompts = [[number, *(Random(number).randrange(50) for _ in range(22))] for number in range(3)]
         tokens = []
         for records in (False, True):
-            config = replace(RECORDING, max_num_batched_tokens=48, record_steps=5, record_folder=str(tmp_path))
+            config = replace(RECORDING, max_num_batched_tokens=32, record_steps=4, record_folder=str(tmp_path))
             engine, written = made_engine(model, registering(), config), dict[str, list[int]]()
             for number, prompt in enumerate(prompts):
-                params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+                params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
                 engine.add_request(str(number), engine.limits.checked(prompt, params))
             while engine.has_unfinished:
                 for delta in engine.step():
