@@ -40,6 +40,7 @@ from headway.kernels.experts.plain import Routed, RoutedKernel, RouteTokens, Tor
 from headway.kernels.experts.weights import RoutedWeights, spec_of
 from headway.kernels.step.operations import Norm
 from headway.registry import create_registry
+from headway.tuning.measure import all_reduce
 from headway.tuning.measure.all_reduce import choose_all_reduce, explain_sums
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.table.convert import to_times
@@ -188,6 +189,7 @@ class Doubling(Gloo):
     """Sums as gloo does; the broken one doubles them."""
 
     name, broken = "doubling", False
+    capabilities = dataclasses.replace(Gloo.capabilities, max_bytes=SIZES[5])
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         return super().__call__(x, onto).mul_(1 + self.broken)
@@ -208,7 +210,11 @@ def ranks_of(kernel: type[Gloo], budget: float) -> list[TorchRanks]:
         return list(pool.map(rank, range(2)))
 
 
-def test_ranks_choose_by_the_times_of_rank_0(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_choose_by_the_times_of_rank_0(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(all_reduce, "SIZES", SIZES[:6])
+    monkeypatch.setattr(all_reduce, "BYTES", dataclasses.replace(BYTES, counts=SIZES[:6]))
     assert ranks_of(Doubling, 0.0)[1].times is None
     first, second = (ranks.times.us for ranks in ranks_of(Doubling, 5.0))
     assert first == second

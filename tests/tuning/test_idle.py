@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 from threading import Timer
@@ -18,12 +19,13 @@ from headway import LLM, AsyncLLM, SamplingParams
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.system.child import Child, ChildDied, python_command
-from headway.core.system.files import clean
+from headway.core.system.files import cache_folder, clean
 from headway.core.system.json_files import write_json
 from headway.engine_args import EngineArgs
 from headway.registry import Registry
 from headway.tuning import idle
 from headway.tuning.idle import IdleTuner
+from headway.tuning.isolated.measure_in_child import measure_in_child
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.table.files import read_table, stored_tables
@@ -34,16 +36,27 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5 + n] * (20 + 9 * n)} for n in range(3)]
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose table says, as if it were derived, that `sdpa.math` is the fastest backend everywhere."""
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(idle, "QUIET", 0.0)
-    folder = save_tiny_model(tmp_path / "model")
-    LLM(folder, tune="start", autotune_budget=0.5, skip_tokenizer_init=True)
-    path = stored_tables()[0]
-    write_json(pretended(read_table(path)), path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a cache whose table says, as if it were derived, that `sdpa.math` is the fastest backend everywhere."""
+    folder = tmp_path_factory.mktemp("idle")
+    (folder / "cache").mkdir()
+    (folder / "cache" / "kernels").symlink_to(cache_folder() / "kernels")  # which take seconds to compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADWAY_CACHE", str(folder / "cache"))
+        LLM(save_tiny_model(folder / "model"), tune="start", autotune_budget=0.5, skip_tokenizer_init=True)
+        path = stored_tables()[0]
+        write_json(pretended(read_table(path)), path)
     return folder
+
+
+@pytest.fixture
+def model(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model, and a copy of its cache. Measurements run in this process, unless a test says otherwise."""
+    monkeypatch.setenv("HEADWAY_CACHE", str(shutil.copytree(made / "cache", tmp_path / "cache", symlinks=True)))
+    monkeypatch.setattr(idle, "QUIET", 0.0)
+    monkeypatch.setattr(idle, "measure_in_child", lambda options, registry, _: run_kernel_level(options, registry))
+    return made / "model"
 
 
 def pretended(table: CrossoverTable) -> CrossoverTable:
@@ -225,7 +238,9 @@ def test_a_server_under_load_says_that_it_measures_nothing(
     assert caplog.text.count("because requests left no idle time") == 1
 
 
-def test_a_server_measures_between_requests(model: Path) -> None:
+def test_a_server_measures_between_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "measure_in_child", measure_in_child)
+
     async def serve() -> tuple[int, int]:
         llm = AsyncLLM.from_engine_args(
             EngineArgs(str(model), tune="idle", tune_share=1.0, skip_tokenizer_init=True, dtype="float32")

@@ -121,18 +121,19 @@ def found(engine: EngineLoop, folder: Path) -> tuple[Record, Difference | None]:
     return record, record.judge()[1]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("tensors", [False, True], ids=["run again", "tensors"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_head_that_a_kernel_computes_wrongly(name: str, tensors: bool, tmp_path: Path) -> None:
-    for seed in range(3):
-        random, folder = Random(f"{name} {seed}"), tmp_path / str(seed)
-        model = Layers(random)
-        backend, layer, head, seq = broken(random, model, CHANGES[name])
-        engine = run(model, folder, {"broken": backend}, random, record_tensors=tensors)
-        record, first = found(engine, folder)
-        assert first is not None
-        assert (first.place, first.head, first.what) == (layer, head, "output")
-        assert record.meta.sequences[first.sequence].request_id == str(seq)
+def test_a_head_that_a_kernel_computes_wrongly(name: str, tensors: bool, seed: int, tmp_path: Path) -> None:
+    random = Random(f"{name} {seed}")
+    model = Layers(random)
+    backend, layer, head, seq = broken(random, model, CHANGES[name])
+    engine = run(model, tmp_path, {"broken": backend}, random, record_tensors=tensors)
+    record, first = found(engine, tmp_path)
+    assert first is not None
+    assert (first.place, first.head, first.what) == (layer, head, "output")
+    assert record.meta.sequences[first.sequence].request_id == str(seq)
 
 
 MISTAKES = {

@@ -28,7 +28,7 @@ from tiny_engine import generate, made_engine, tokens_of
 
 REGISTRY = create_registry(load_entry_points=False)
 GPU = pytest.mark.gpu
-TOKENS = 64
+TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "max_position_embeddings": 256, "sliding_window": 24}
 CONFIG = EngineConfig(kv_cache_memory=2**26, max_model_len=256, max_num_batched_tokens=48, max_num_seqs=8, async_scheduling=False)
