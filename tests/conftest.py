@@ -113,11 +113,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Each engine that starts has Python collect garbage, for a second among the objects of all tests: these are left out.
 
     `freeze_heap` would thaw it; what that is for is tested in a process of its own.
     """
+    for item in session.items:
+        if "_nodeid" in vars(item):  # xdist 3.8 adds the group of a test to a name that pytest 9.2 does not read
+            item._id = item._id.parse(item._nodeid)  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
     process.gc = SimpleNamespace(  # type: ignore[assignment]
