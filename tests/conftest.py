@@ -89,10 +89,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `sampled` leaves out as slow or soak, and leave out what needs a CUDA device where there is none.
 
-    `-m gpu` shows the latter, as skipped.
+    `-m gpu` shows the latter, as skipped. Tests that use a fixture of their module run in one process, which makes it once.
     """
     seen: Counter[str] = Counter()
     for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+        shared = any(made.scope == "module" for each in fixtures.values() for made in each)
+        if shared and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         mark = item.get_closest_marker("sampled")
         then = mark.kwargs.get("then", "slow") if mark is not None else ""
         if mark is not None and (then == "soak" or item.get_closest_marker("slow") is None):

@@ -17,6 +17,7 @@ from server_thread import Running, running
 __all__ = ["headway", "model_copy", "plugins", "tiny_model_folder"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/server" in str(item.path):
