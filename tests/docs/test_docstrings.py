@@ -38,11 +38,6 @@ def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
     assert not found, "\n".join(found)
 
 
-def classes_of(tree: ast.Module) -> dict[str, ast.ClassDef]:
-    """The classes of a module, by name."""
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
 def methods_of(cls: ast.ClassDef, documented: bool = False) -> set[str]:
     """The public methods of a class, or those with a docstring."""
     methods = [each for each in cls.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -56,7 +51,7 @@ def calls_of(protocol: ast.ClassDef) -> set[str]:
 
 def test_a_public_method_has_a_docstring_of_its_own_or_of_what_it_overrides() -> None:
     """In place of ruff's D102, which knows no base classes: a method of a Protocol needs no second description either."""
-    classes = {name: cls for path in SOURCES.values() for name, cls in classes_of(tree_of(path)).items()}
+    classes = {node.name: node for path in SOURCES.values() for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
     protocols = [name for name, cls in classes.items() if any(ast.unparse(base) == "Protocol" for base in cls.bases)]
     missing = []
     for name, cls in classes.items():

@@ -14,48 +14,27 @@ import english  # noqa: E402
 
 LIMITS: dict[str, tuple[int, int]] = {
     "question word": (0, 2),
-    "the same": (0, 0),
-    "see": (0, 0),
     "none:": (0, 4),
     "0:": (0, 8),
     "x: of": (0, 1),
-    "hang on": (0, 0),
-    "so many": (0, 0),
     "beside": (3, 0),
     "alone": (3, 1),
     "alike": (0, 1),
-    "tell of": (0, 0),
-    "told": (0, 0),
-    "become of": (0, 0),
-    "go by": (0, 0),
-    "obey": (0, 0),
-    "in place of": (0, 0),
     "a second": (0, 2),
     "of its own": (0, 7),
     "product of": (0, 3),
-    "way of": (0, 0),
     "lots": (0, 2),
     "panels": (0, 3),
-    "whole number": (0, 0),
-    "floats of bits": (0, 0),
-    "matrix unit": (0, 0),
-    "block of threads": (0, 0),
     "is no": (0, 23),
-    "of first": (0, 0),
     "those of": (0, 25),
     "behind": (1, 2),
-    "stand in": (0, 0),
     "spare": (0, 2),
-    "take part": (0, 0),
-    "held to": (0, 0),
     "do without": (0, 1),
     "where it is": (0, 2),
-    "nobody": (0, 0),
     "most": (0, 1),
-    "three semicolons": (0, 0),
     "long sentence": (2, 0),
 }
-"""Expression -> how often pages and how often docstrings and helps may have it. Lower a limit when there are fewer."""
+"""Expression -> how often pages and how often docstrings and helps may have it, if ever. Lower a limit when there are fewer."""
 LINES = """
 beside the kernel, which is told of the rows
 stands alone  # english: ok
@@ -65,9 +44,9 @@ a launch a layer
 
 def test_expressions_only_become_fewer() -> None:
     found = english.counts()
-    assert LIMITS.keys() == found.keys()
-    more = {name: (found[name], limits) for name, limits in LIMITS.items() if any(map(int.__gt__, found[name], limits))}
-    assert not more, f"(pages, sources), and the limits: {more}: python docs/_tools/english.py PATH lists them"
+    assert LIMITS.keys() <= found.keys()
+    more = {name: each for name, each in found.items() if any(map(int.__gt__, each, LIMITS.get(name, (0, 0))))}
+    assert not more, f"expression: (pages, sources), above its limit: {more}: python docs/_tools/english.py PATH lists them"
 
 
 def test_an_expression_is_found_on_its_line(tmp_path: Path) -> None:
@@ -89,11 +68,8 @@ def test_docstrings_fields_and_helps_are_searched(tmp_path: Path) -> None:
 
 def test_a_long_sentence_is_counted_by_its_words() -> None:
     long = "One " + "word " * english.LONG + "`code that is one word`."
-    assert [english.words(each) > english.LONG for each in english.sentences(f"Short one. {long}\n\n- item\n")] == [
-        False,
-        True,
-        False,
-    ]
+    found = [english.words(each) > english.LONG for each in english.sentences(f"Short one. {long}\n\n- item\n")]
+    assert found == [False, True, False]
 
 
 def test_subjects_of_commits_are_short() -> None:
