@@ -158,13 +158,13 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def one_process(path: Path, seconds: float = 120.0, work: str = "") -> Iterator[None]:
-    """Run the block while no other process or thread runs a block for the same path.
+def one_process(path: Path, seconds: float = 120.0, work: str = "") -> Iterator[bool]:
+    """Run the block while no other process or thread runs a block for the same path. Yield whether it had to wait.
 
     If a process that runs the block dies, the next one starts. After `seconds`, or in a folder without locks, the block runs
     regardless of the others. work: description of the block for the log, which says that this process waits; "" logs nothing.
     """
-    lock, handle, held = path.with_name(f".{path.name}.lock"), -1, False
+    lock, handle, held, waited = path.with_name(f".{path.name}.lock"), -1, False, False
     end = time.monotonic() + seconds
     try:
         with contextlib.suppress(OSError):
@@ -177,13 +177,13 @@ def one_process(path: Path, seconds: float = 120.0, work: str = "") -> Iterator[
                     held = os.fstat(handle).st_nlink > 0
                     if not held:  # the holder has removed the file, and a third process may have made another
                         os.close(handle)
-                        handle = -1
+                        handle, waited = -1, True
                 except BlockingIOError:
-                    if work:
+                    if work and not waited:
                         log.warning("waiting up to %.0f s for another process: %s", seconds, work)
-                    work = ""
+                    waited = True
                     time.sleep(_POLL_SECONDS)
-        yield
+        yield waited
     finally:
         if handle >= 0:
             with contextlib.suppress(OSError):
