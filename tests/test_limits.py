@@ -13,7 +13,7 @@ from source_trees import FOLDERS, ROOT, SOURCES, all_imports, is_kernel, nodes_o
 
 pytestmark = pytest.mark.xdist_group("structure")
 
-FILES, LINES = 522, 111_955
+FILES, LINES = 522, 111_954
 """Of the installed package; the plan is 92,000 lines. Raised twice. The first time, from 510 and 103,333: docstrings became whole
 sentences, and Gemma 4, the choice by kind of layer, derived times and any head size were added. The second time, by 166 lines: an
 idle engine measures, and `hopper` computes heads of 512. The third time, by one file and 327 lines: a process compiles Triton's
