@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from operator import contains
 from typing import cast
 
 from headway.core.contract.metadata import Phase
@@ -287,7 +286,8 @@ class Surface:
         """Grid cell -> corrections that affect it. A cell is the number of boundaries at or below a point on each axis."""
         known = set(grid)
         # points on grid lines come first: points off the lines on two axes correct the surface that these have changed
-        for axes, leaf in sorted(between.items(), key=lambda point: -sum(map(contains, lines, point[0]))):
+        ordered = sorted(between.items(), key=lambda item: sum(at not in line for at, line in zip(item[0], lines, strict=True)))
+        for axes, leaf in ordered:
             hats = [_hat(axes, number, line, known) for number, line in enumerate(lines)]
             expected = self.at(axes)
             # if the grid has no time, nothing is chosen there, whatever was measured between

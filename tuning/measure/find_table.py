@@ -115,9 +115,8 @@ def find_table(layer: TunedLayer, seconds: float) -> CrossoverTable | None:
     """
     if seconds <= 0:
         return _find(layer, seconds)
-    work = f"measuring {layer.record.kernels} for {layer.record}"
-    longest = _LONGEST_WAIT + (1 + MOST_COMPILING) * seconds
-    with one_process(table_path(layer.device, layer.record), longest, work) as waited:
+    path, longest = table_path(layer.device, layer.record), _LONGEST_WAIT + (1 + MOST_COMPILING) * seconds
+    with one_process(path, longest, f"measuring {layer.record.kernels} for {layer.record}") as waited:
         if waited:
             vars(layer).pop("stored", None)  # the other process may have stored a table
         return _find(layer, seconds)

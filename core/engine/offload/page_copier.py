@@ -239,7 +239,8 @@ class PageCopier:
         memory = page_memory(caches, size)
         slots = HostSlots(memory, num_pages)
         self._transfers = Transfers(memory, slots)
-        self._states = None if states is None else Transfers(views := states.views(), HostSlots(views, num_state_slots))
+        views = None if states is None else states.views()
+        self._states = None if views is None else Transfers(views, HostSlots(views, num_state_slots))
         self._state_slots = None if states is None else states.slots
         self._disk: DiskStore | None = None
         if config.kv_offload_dir is not None:
