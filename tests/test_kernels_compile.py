@@ -151,7 +151,7 @@ def test_sums_over_ranks_copy_whole_words() -> None:
         for dtype in (BF16, FP16):
             sum_over_two_ranks(dtype)
     check(found)
-    assert narrow_copies(found) == {"sum_over_ranks": 0, "sum_by_shares": 0}
+    assert narrow_copies(found) == {"sum_over_ranks": 0, "sum_by_shares": 0, "sum_own_share": 0}
 
 
 @pytest.mark.slow

@@ -174,6 +174,7 @@ def kernel_section(found: Mapping[str, Any]) -> Section:
         for (start, way), end in zip(found["ways"].items(), ends, strict=True)
     ]
     rows += [Row((name, "", *times(name))) for name in us if name not in found["ways"].values()]
+    rows += [Row((name, use, *times(""))) for name, use in found.get("overlapped", {}).items()]
     refused: dict[str, list[str]] = {}
     for name, why in found["refused"].items():
         refused.setdefault(why, []).append(name)

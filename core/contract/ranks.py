@@ -13,6 +13,13 @@ from headway.core.contract.kernel import Kernel, KernelInfo
 from headway.core.contract.support import YES, Support
 
 
+class Work(Protocol):
+    """All-reduce that has been started."""
+
+    def wait(self) -> None:
+        """Make the device's current stream, not the host, wait for the sum."""
+
+
 class Ranks(Protocol):
     """Communication of one rank with all ranks. Every rank calls the same methods in the same order, with equal shapes."""
 
@@ -32,6 +39,10 @@ class Ranks(Protocol):
         onto: same shape as x, and the same elements on every rank.
         """
 
+    @property
+    def overlapped(self) -> AsyncAllReduceKernel | None:
+        """All-reduce that can run beside other kernels now, the same on every rank. None during the capture of a CUDA graph."""
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Return [size, *x.shape]: the x of each rank, in rank order. x: contiguous."""
 
@@ -44,6 +55,7 @@ class OneRank:
 
     rank: Final = 0
     size: Final = 1
+    overlapped: Final = None
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         return x if onto is None else onto.add_(x)
@@ -116,6 +128,21 @@ class AllReduceKernel(Kernel):
     @abstractmethod
     def abort(self) -> None:
         """Make calls that wait for other ranks return or raise. Any thread may call this."""
+
+
+class AsyncAllReduceKernel(AllReduceKernel):
+    """All-reduce that leaves the device's multiprocessors to other kernels while it transfers data."""
+
+    min_bytes: ClassVar[int]
+    """Size of a tensor in bytes from which the kernel is worth its latency."""
+
+    @abstractmethod
+    def start(self, x: Tensor, onto: Tensor | None = None) -> Work:
+        """Start the sum of x over ranks; see `Ranks.all_reduce`. x and `onto` must not be used until `Work.wait` was called."""
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        self.start(x, onto).wait()
+        return x if onto is None else onto
 
 
 @dataclass(frozen=True, slots=True)

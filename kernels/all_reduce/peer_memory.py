@@ -12,6 +12,7 @@ import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar, Final, Self
 
 import torch
@@ -41,39 +42,30 @@ class PeerMemory:
         name: name of the memory, unique within the group. word: initial value of every 16 bits.
         :raises RuntimeError: if the driver cannot allocate or share the memory.
         """
-        driver, rank, size, device, store = _driver(), group.rank, group.size, group.device, group.store
+        rank, size, device, store = group.rank, group.size, group.device, group.store
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # creates torch's context
             own, handle = ctypes.c_uint64(), _Handle()
-            _check(driver, driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)))
+            call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
             addresses = [0] * size
             addresses[rank] = own.value
-            self._end = weakref.finalize(self, _free, driver, addresses, rank)
-            _check(driver, driver.cuMemsetD16_v2(own, ctypes.c_ushort(word), ctypes.c_size_t(num_bytes // 2)))
+            self._end = weakref.finalize(self, _free, addresses, rank)
+            call("cuMemsetD16_v2", own, ctypes.c_ushort(word), ctypes.c_size_t(num_bytes // 2))
             torch.cuda.synchronize(device)
-            _check(driver, driver.cuIpcGetMemHandle(ctypes.byref(handle), own))
+            call("cuIpcGetMemHandle", ctypes.byref(handle), own)
             store.set(_key(name, rank), bytes(handle).hex())
             for other in range(size):
                 if other != rank:
                     theirs = _Handle.from_buffer_copy(bytes.fromhex(store.get(_key(name, other)).decode()))
                     address = ctypes.c_uint64()
-                    _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, _LAZY_PEER_ACCESS))
+                    call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, _LAZY_PEER_ACCESS)
                     addresses[other] = address.value
         self.addresses: Sequence[int] = addresses
         """Address of each rank's memory on this rank's GPU."""
 
 
-class PeerAllReduce(AllReduceKernel):
-    """All-reduce in one launch through memory that every rank can write. It can be captured in a CUDA graph."""
-
-    graph_level = GraphLevel.ANY
-    kernel: ClassVar[Any]
-    """The Triton kernel. Its arguments are the ones of `one_shot_kernels.sum_over_ranks`."""
-    num_warps: ClassVar[int]
-    num_states: ClassVar[int]
-    """Number of int32 elements that the kernel keeps from one call to the next."""
-    initial: ClassVar[int] = 0
-    """Initial value of every 16 bits of the shared memory."""
+class PeerKernel(AllReduceKernel):
+    """All-reduce through memory that every rank can write."""
 
     @classmethod
     def supports(cls, spec: RankGroup) -> Support:
@@ -90,6 +82,23 @@ class PeerAllReduce(AllReduceKernel):
             if unreached
             else YES
         )
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether a tensor is supported: contiguous, not empty, and with a size that is a multiple of 16 bytes."""
+        return super().takes(x) and x.nbytes > 0 and x.nbytes % WORD == 0 and x.is_contiguous()
+
+
+class PeerAllReduce(PeerKernel):
+    """All-reduce in one launch. It can be captured in a CUDA graph."""
+
+    graph_level = GraphLevel.ANY
+    kernel: ClassVar[Any]
+    """The Triton kernel. Its arguments are the ones of `one_shot_kernels.sum_over_ranks`."""
+    num_warps: ClassVar[int]
+    num_states: ClassVar[int]
+    """Number of int32 elements that the kernel keeps from one call to the next."""
+    initial: ClassVar[int] = 0
+    """Initial value of every 16 bits of the shared memory."""
 
     @classmethod
     def join(cls, group: RankGroup) -> Self:
@@ -129,10 +138,6 @@ class PeerAllReduce(AllReduceKernel):
     def constants(cls, dtype: torch.dtype) -> dict[str, Any]:
         """Return the kernel's compile-time constants for an element type, besides SIZE, ONTO and PDL."""
 
-    def takes(self, x: Tensor) -> bool:
-        """Return whether a tensor is supported: contiguous, not empty, and with a size that is a multiple of 16 bytes."""
-        return super().takes(x) and x.nbytes > 0 and x.nbytes % WORD == 0 and x.is_contiguous()
-
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return the sum of x over ranks, in place. With `onto`, add the sum to `onto` in place and return it."""
         adds = onto is not None
@@ -164,6 +169,19 @@ def _key(name: str, rank: int) -> str:
     return f"headway/peer_memory/{name}/{rank}"
 
 
+def call(function: str, *arguments: Any) -> None:
+    """Call a function of the CUDA driver. arguments: objects of ctypes.
+
+    :raises RuntimeError: if there is no driver, or if the function fails.
+    """
+    cuda = _driver()
+    if (result := getattr(cuda, function)(*arguments)) != 0:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(result, ctypes.byref(text))
+        raise RuntimeError(f"{function}: CUDA error {result}: {(text.value or b'unknown').decode()}")
+
+
+@cache
 def _driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
@@ -171,16 +189,9 @@ def _driver() -> Any:
         raise RuntimeError(f"no libcuda.so.1: {error}") from error
 
 
-def _check(driver: Any, result: int) -> None:
-    if result != 0:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(f"CUDA error {result}: {(text.value or b'unknown').decode()}")
-
-
-def _free(driver: Any, addresses: Sequence[int], rank: int) -> None:
+def _free(addresses: Sequence[int], rank: int) -> None:
     for number, address in enumerate(addresses):
         if number == rank:
-            driver.cuMemFree_v2(ctypes.c_uint64(address))
+            _driver().cuMemFree_v2(ctypes.c_uint64(address))
         elif address:
-            driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))
+            _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))

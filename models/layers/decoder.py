@@ -337,7 +337,7 @@ class Decoder:
             operations, adapters = adapted_operations(self.operations, self._linears, slots, weights.dtype, rows)
             self.operations = operations
             self.adapters = adapters
-        self.operations = over_ranks(self.operations, ranks)
+        self.operations = over_ranks(self.operations, ranks, self.adapters)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
         parts = [layer.attention for layer in self.layers if layer.caches]

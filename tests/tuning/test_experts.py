@@ -18,7 +18,7 @@ from expert_layers import CONFIGS, Layer
 from headway.cli.look.explain import kernel_section
 from headway.core.contract.experts import ExpertsCapabilities
 from headway.core.contract.operation import ALL_REDUCE
-from headway.core.contract.ranks import RankGroup
+from headway.core.contract.ranks import AsyncAllReduceKernel, RankGroup
 from headway.core.contract.support import YES
 from headway.core.contract.weights import FORMATS
 from headway.core.engine.ranks.torch_ranks import (
@@ -177,7 +177,7 @@ def test_the_fastest_way_serves_the_nearest_sizes() -> None:
 
 def test_sums_are_explained_as_linear_layers_are() -> None:
     kernels = create_registry(policy="none").of(ALL_REDUCE)
-    assert list(kernels.entries) == ["one_shot", "two_shot", "nccl", "gloo"]
+    assert list(kernels.entries) == ["one_shot", "two_shot", "copies", "nccl", "gloo"]
     found = explain_sums(kernels, RankGroup(0, 2, CPU))
     assert (found["ways"], found["by"], found["refused"]) == ({1: "gloo"}, "no other kernel runs here", {})
     (row,) = kernel_section(found).rows
@@ -223,3 +223,27 @@ def test_ranks_choose_by_the_times_of_rank_0(
     wrong = ranks_of(type("Wrong", (Doubling,), {"broken": True}), 5.0)
     assert [each.name for each in wrong[1].sums] == ["gloo"]
     assert "excluding doubling; gloo is used instead: a sum of 8 elements is off by" in caplog.text
+
+
+class Beside(Doubling, AsyncAllReduceKernel):
+    """Runs beside other kernels, as far as ranks can tell."""
+
+    def start(self, x: Tensor, onto: Tensor | None = None) -> SimpleNamespace:
+        found = Doubling.__call__(self, x, onto)
+        return SimpleNamespace(wait=lambda: found)
+
+
+def test_an_all_reduce_beside_other_kernels_is_checked_but_not_chosen_by_size(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headway")
+    for ranks in ranks_of(Beside, 0.0):
+        assert isinstance(ranks.overlapped, Beside)
+        assert [each.name for each in ranks.sums] == ["gloo"]
+    broken = ranks_of(type("Wrong", (Beside,), {"broken": True}), 0.0)
+    assert [ranks.overlapped for ranks in broken] == [None, None]
+    kernels = SimpleNamespace(meant_for=lambda _: ["doubling", "gloo"], supports=lambda *_: YES)
+    kernels.backend = {"doubling": Beside, "gloo": Gloo}.get
+    found = explain_sums(kernels, RankGroup(0, 2, CPU))
+    assert (found["ways"], list(found["overlapped"])) == ({1: "gloo"}, ["doubling"])
+    assert "beside the linear layers" in str([row.cells for row in kernel_section(found).rows])

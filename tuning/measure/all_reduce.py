@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.ranks import AllReduceKernel, RankGroup
+from headway.core.contract.ranks import AllReduceKernel, AsyncAllReduceKernel, RankGroup
 from headway.core.engine.ranks.torch_ranks import BYTES, SIZES, describe_sums
 from headway.core.select.costs import AxisTimes
 from headway.registry.records import BUILTIN_OWNER
@@ -40,6 +40,8 @@ _TOLERANCE = 2.0**-6
 _CHECK_SECONDS = 30.0
 """Maximum seconds that a check waits for a sum, since a different rank may first have to compile the kernel."""
 _END = -1
+_BESIDE = "beside the linear layers of prompts with thousands of tokens"
+"""When an `AsyncAllReduceKernel` is used."""
 log = logging.getLogger("headway")
 
 
@@ -49,8 +51,10 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
     budget: seconds that may be spent on measuring. If 0, nothing is measured. Without a stored table, a tensor is then summed by
     the first kernel that supports it.
     """
-    sums = _joined(ranks, kernels)
-    ranks.sum_by(sums, None)
+    joined = _joined(ranks, kernels)
+    overlapped = next((each for each in joined if isinstance(each, AsyncAllReduceKernel)), None)
+    sums = [each for each in joined if not isinstance(each, AsyncAllReduceKernel)]
+    ranks.sum_by(sums, None, overlapped)
     if len(sums) == 1:
         return
     names, wanted, group = [each.name for each in sums], counted_points("bytes", SIZES), _record(ranks.size)
@@ -68,10 +72,11 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
     if not bool(us.isnan().all()):
         rows = zip(layer.kernels, us.tolist(), strict=True)
         by_name = {name: [None if math.isnan(each) else each for each in row] for name, row in rows}
-        ranks.sum_by(sums, AxisTimes(BYTES, by_name, source))
+        ranks.sum_by(sums, AxisTimes(BYTES, by_name, source), overlapped)
     if ranks.rank == 0:
         rule = f"{', else '.join(layer.kernels)}, the first that supports the tensor (not measured)"
-        log.info("all-reduce: %s", rule if ranks.times is None else describe_sums(ranks.times))
+        beside = "" if overlapped is None else f"; {overlapped.name}: {_BESIDE}"
+        log.info("all-reduce: %s%s", rule if ranks.times is None else describe_sums(ranks.times), beside)
 
 
 def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup) -> dict[str, Any]:
@@ -81,9 +86,11 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
     Nothing is measured.
     """
     found = {name: kernels.supports(name, spec) for name in kernels.meant_for(spec.device.type)}
-    able = {name: kernels.backend(name).capabilities.max_bytes for name, support in found.items() if support}
+    classes = {name: kernels.backend(name) for name, support in found.items() if support}
+    overlapped = {name: _BESIDE for name, kernel in classes.items() if issubclass(kernel, AsyncAllReduceKernel)}
+    able = {name: kernel.capabilities.max_bytes for name, kernel in classes.items() if name not in overlapped}
     refused = {name: support.brief for name, support in found.items() if not support}
-    common = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}, "refused": refused}
+    common = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}, "refused": refused, "overlapped": overlapped}
     names, source = list(able), "the first that supports the tensor; the first start with this number of ranks measures"
     times = None
     if len(names) == 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, RankGroup
+from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, AsyncAllReduceKernel, RankGroup
 from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.shared_ring import LifeSigns
 
@@ -103,6 +103,7 @@ class TorchRanks:
         self.sums: Sequence[AllReduceKernel] = [(Gloo if device.type == "cpu" else Nccl)(self.group)]
         """All-reduce kernels, the last of which is the process group's. The first kernel that supports a tensor is used, unless
         `times` shows that a different one is faster."""
+        self._overlapped: AsyncAllReduceKernel | None = None
         self.times: AxisTimes | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduceKernel] = {}
 
@@ -117,10 +118,22 @@ class TorchRanks:
             kernel = self._chosen[kind] = able[names[0] if self.times is None else fastest_sum(self.times, x.nbytes, names)]
         return kernel(x, onto)
 
-    def sum_by(self, sums: Sequence[AllReduceKernel], times: AxisTimes | None) -> None:
+    @property
+    def overlapped(self) -> AsyncAllReduceKernel | None:
+        """All-reduce that can run beside other kernels now; see `Ranks`. Reading this counts as a collective call."""
+        if self._overlapped is None or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None
+        self._progress.call()
+        return self._overlapped
+
+    def sum_by(
+        self, sums: Sequence[AllReduceKernel], times: AxisTimes | None, overlapped: AsyncAllReduceKernel | None = None
+    ) -> None:
         """Use these all-reduce kernels from now on. Must be called before any graph is captured. times: measured times that
-        select the kernel, or None to use the first kernel that supports a tensor."""
+        select the kernel, or None to use the first kernel that supports a tensor. overlapped: kernel that runs beside other
+        kernels."""
         self.sums = sums
+        self._overlapped = overlapped
         self.times = times
         self._chosen.clear()
 
@@ -143,6 +156,8 @@ class TorchRanks:
         """Make calls that wait for other ranks fail. Any thread may call this."""
         for each in self.sums:
             each.abort()
+        if self._overlapped is not None:
+            self._overlapped.abort()
 
 
 def _collective(call: Callable[[], Any]) -> None:

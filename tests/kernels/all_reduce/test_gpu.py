@@ -79,3 +79,27 @@ def test_two_shot_ranks_meet_and_an_end_is_not_waited_for() -> None:
         ranks[0](torch.ones(64, device=device, dtype=torch.bfloat16))  # whom nobody comes to meet
     ranks[0].abort()
     torch.cuda.synchronize()
+
+
+def test_copies_run_beside_other_kernels_and_an_end_is_not_waited_for() -> None:
+    from headway.kernels.all_reduce.copy_kernels import CAPACITY, CopyAllReduce
+
+    device = torch.device("cuda", 0)
+    shared = [torch.zeros(CopyAllReduce.shared_bytes(2), dtype=torch.uint8, device=device) for _ in range(2)]
+    ranks = [CopyAllReduce(rank, device, [each.data_ptr() for each in shared], None) for rank in range(2)]
+    for number, count in enumerate((64, 4096, 5_000_000, CAPACITY // 2, 32, 2**22 + 8, 8, 8)):
+        parts = torch.randn(2, count, device=device, dtype=torch.bfloat16)
+        onto = torch.randn(count, device=device, dtype=torch.bfloat16).repeat(2, 1)
+        expected = parts.float().sum(0) + (onto[0].float() if number % 2 else 0.0)
+        works = [
+            rank.start(part, residual if number % 2 else None) for rank, part, residual in zip(ranks, parts, onto, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        found = onto if number % 2 else parts
+        assert torch.equal(found[0], found[1])
+        assert (found[0].float() - expected).abs().max() <= expected.abs().max() * 2**-7
+    lost = ranks[0].start(torch.ones(64, device=device, dtype=torch.bfloat16))  # whom nobody comes to meet
+    ranks[0].abort()
+    lost.wait()
+    torch.cuda.synchronize()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 
 import pytest
 import torch
 from torch import Tensor
 
+from fake_streams import FakeStream, FakeStreams
+from headway.kernels.all_reduce import copy_kernels
+from headway.kernels.all_reduce.copy_kernels import CopyAllReduce
 from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce
 from headway.kernels.all_reduce.two_shot_kernels import TwoShotAllReduce
 
@@ -85,3 +89,37 @@ def test_two_shot_ends_without_the_other_ranks() -> None:
     kernel = SmallTwoShot(0, torch.device("cpu"), [each.data_ptr() for each in shared], None)
     kernel.abort()
     kernel(torch.ones(5000))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_give_all_ranks_the_sums_in_any_order_of_streams(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """All calls are under way at once, so that slots are used again while other ranks still read them."""
+    streams, chance = FakeStreams(monkeypatch, copy_kernels), random.Random(seed)
+    device, shared = torch.device("cpu"), [torch.zeros(CopyAllReduce.shared_bytes(SIZE), dtype=torch.uint8) for _ in range(SIZE)]
+    ranks = [CopyAllReduce(rank, device, [each.data_ptr() for each in shared], None) for rank in range(SIZE)]
+    own, dtype = [FakeStream(streams) for _ in ranks], (torch.float32, torch.bfloat16)[seed % 2]
+    calls = []
+    for count, adds in ((5000, False), (16, True), (4000, True), (8, False), (2400, True), (7000, False), (40, True)):
+        parts, onto = torch.randn(SIZE, count).to(dtype), torch.randn(count).to(dtype).repeat(SIZE, 1)
+        expected = parts.double().sum(0) + onto[0].double() * adds
+        calls.append((onto if adds else parts, expected))
+        for rank in chance.sample(range(SIZE), SIZE):
+            assert ranks[rank].takes(parts[rank])
+            with streams.within(own[rank]):
+                ranks[rank].start(parts[rank], onto[rank] if adds else None)
+    assert streams.run(chance) == 0
+    for found, expected in calls:
+        assert all(torch.equal(row, found[0]) for row in found)
+        # The interpreter cuts bits off where a GPU rounds.
+        assert (found[0].double() - expected).abs().max() <= expected.abs().max() * (1e-6 if dtype == torch.float32 else 2**-6)
+
+
+def test_copies_end_without_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, chance = FakeStreams(monkeypatch, copy_kernels), random.Random(1)
+    shared = [torch.zeros(CopyAllReduce.shared_bytes(SIZE), dtype=torch.uint8) for _ in range(SIZE)]
+    kernel = CopyAllReduce(0, torch.device("cpu"), [each.data_ptr() for each in shared], None)
+    kernel.start(torch.ones(5000)).wait()
+    kernel.start(torch.ones(5000)).wait()
+    assert streams.run(chance) > 0
+    kernel.abort()
+    assert streams.run(chance) == 0

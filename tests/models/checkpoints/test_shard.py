@@ -28,7 +28,7 @@ from plain_models import ROWS as PLAIN
 from plain_models import SMALL, VOCAB
 from quantized_models import FORMATS, GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
 from ranked_decoder import decoder_engine
-from thread_ranks import alone, on_ranks
+from thread_ranks import LateSum, alone, on_ranks
 from tiny_engine import Written, drain
 from transformers_release import needs
 
@@ -68,6 +68,41 @@ def test_logits_equal_those_of_one_rank(tmp_path: Path, name: str) -> None:
         of_ranks = on_ranks(size, lambda ranks: logits_of(tmp_path, ranks))
         assert all(torch.equal(found, of_ranks[0]) for found in of_ranks)
         torch.testing.assert_close(of_ranks[0], expected, rtol=0, atol=4e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_the_same_with_sums_beside_linear_layers(tmp_path: Path, name: str) -> None:
+    needs(FAMILIES[ROWS[name].model_type].architecture)
+    save_random(ROWS[name], tmp_path)
+    whole = on_ranks(2, lambda ranks: logits_of(tmp_path, ranks))
+    late = on_ranks(2, lambda ranks: logits_of(tmp_path, with_late_sums(ranks)))
+    assert all(torch.equal(found, whole[0]) for found in late)
+
+
+def with_late_sums(ranks: Any) -> Any:
+    ranks.overlapped = LateSum(ranks)
+    return ranks
+
+
+def test_long_prompts_are_summed_in_chunks_of_rows(tmp_path: Path) -> None:
+    save_random(PLAIN["llama"], tmp_path)
+    ids, places = torch.randint(3, VOCAB, (900,)), torch.arange(900) % 90
+
+    def hidden(ranks: Any) -> Tensor:
+        model: Any = load_model(str(tmp_path), "float32", skip_tokenizer_init=True, ranks=ranks).decoder
+        attention = DenseAttention(model)
+        attention.begin([(number, 90) for number in range(10)])
+        found: Tensor = model(ids, places, attention)
+        return found
+
+    def late(ranks: Any) -> Tensor:
+        found = hidden(with_late_sums(ranks))
+        assert ranks.overlapped.rows == [256, 256, 256, 132] * 6
+        return found
+
+    whole, by_chunk = on_ranks(2, hidden), on_ranks(2, late)
+    assert all(torch.equal(found, by_chunk[0]) for found in by_chunk)
+    torch.testing.assert_close(by_chunk[0], whole[0], rtol=0, atol=1e-5)
 
 
 def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:

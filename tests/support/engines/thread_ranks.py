@@ -6,13 +6,13 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.ranks import Ranks
+from headway.core.contract.ranks import AllReduceCapabilities, AsyncAllReduceKernel, RankGroup, Ranks
 
 Result = TypeVar("Result")
 WAIT = 60.0
@@ -37,6 +37,7 @@ class ThreadRanks:
         single-threaded.
         """
         self.rank, self.size, self.sums = rank, len(given), 0
+        self.overlapped: AsyncAllReduceKernel | None = None
         self.gathered = 0
         """Bytes that the thread has given to the others."""
         self._given, self._barrier, self._turn = given, barrier, turn
@@ -75,6 +76,41 @@ class ThreadRanks:
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x.copy_(self.all_gather(x)[0])
+
+
+class LateSum(AsyncAllReduceKernel):
+    """A sum that nobody has before `wait`: until then, the residual stream is not a number."""
+
+    name = "late"
+    capabilities = AllReduceCapabilities(devices=("cpu",), max_bytes=2**30)
+    min_bytes = 1
+
+    def __init__(self, ranks: ThreadRanks) -> None:
+        self._ranks = ranks
+        self.rows: list[int] = []
+        """Number of rows of each sum."""
+
+    @classmethod
+    def join(cls, group: RankGroup) -> Self:
+        raise NotImplementedError
+
+    def start(self, x: Tensor, onto: Tensor | None = None) -> LateResult:
+        assert onto is not None
+        self.rows.append(len(x))
+        whole = self._ranks.all_reduce(x, onto.clone())
+        return LateResult(whole, onto.fill_(torch.nan))
+
+    def abort(self) -> None:
+        """Do nothing: threads end by the barrier's timeout."""
+
+
+class LateResult:
+    def __init__(self, whole: Tensor, onto: Tensor) -> None:
+        self._whole = whole
+        self._onto = onto
+
+    def wait(self) -> None:
+        self._onto.copy_(self._whole)
 
 
 def alone(rank: int, size: int) -> Ranks:

@@ -25,6 +25,7 @@ from headway.core.contract.rule import AttentionRule, PerHead
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.weights import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
+from headway.kernels.all_reduce.copy_kernels import ShareSum
 from headway.kernels.all_reduce.one_shot_kernels import OneShotAllReduce
 from headway.kernels.all_reduce.two_shot_kernels import TwoShotAllReduce
 from headway.kernels.experts.bound import BoundExperts
@@ -167,6 +168,9 @@ def sum_over_two_ranks(dtype: torch.dtype) -> None:
         ranks, x = kind(0, GPU, [0, 0], None), torch.empty(4096, dtype=dtype, device=GPU)
         ranks(x)
         ranks(x, torch.empty_like(x))
+    share = ShareSum(0, GPU, [0, 0])
+    for adds in (False, True):
+        share(x, torch.empty_like(x), (0, 4096), 1, adds=adds)
 
 
 def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: int = 1) -> None:

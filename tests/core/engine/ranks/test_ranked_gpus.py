@@ -37,12 +37,13 @@ def test_two_gpus_write_what_one_writes(enforce_eager: bool) -> None:
 
 
 def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
-    """In float32, in which the order of a sum hardly ever turns one token into another."""
+    """In float32, in which the order of a sum hardly ever turns one token into another. The long prompt is summed in chunks."""
     prompts = [{"prompt_token_ids": [number + 5, 17, 3 + number * number]} for number in range(6)]
+    prompts.append({"prompt_token_ids": [number * number % 997 for number in range(6000)]})
     written = []
     for size in (1, 2):
-        llm = LLM("qwen3-0.6b", load_format="dummy", dtype="float32", tensor_parallel_size=size, max_model_len=256,
-                  autotune_budget=0, kv_cache_memory="1GiB", skip_tokenizer_init=True)  # fmt: skip
+        llm = LLM("qwen3-0.6b", load_format="dummy", dtype="float32", tensor_parallel_size=size, max_model_len=8192,
+                  max_num_batched_tokens=8192, autotune_budget=0, kv_cache_memory="2GiB", skip_tokenizer_init=True)  # fmt: skip
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
         assert llm.engine.stats.num_graph_steps > 0
         written.append([each.outputs[0].token_ids for each in outputs])
@@ -50,16 +51,30 @@ def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
     assert written[0] == written[1]
 
 
-def test_gpus_without_peer_access_sum_by_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    written = []
+WITHOUT_PEERS = """
+import logging
+from headway.core.engine.data.config import EngineConfig
+from headway.core.sampling.params import SamplingParams
+from ranked_model import ranked_engine
+from tiny_engine import generate, tokens_of
+logging.basicConfig()
+engine = ranked_engine(2, EngineConfig(block_size=16, kv_cache_memory=2**22), device="cuda")
+print(tokens_of(generate(engine, [[7, 3, 9]] * 2, SamplingParams(temperature=0, max_tokens=30))))
+engine.executor.shutdown()
+"""
+
+
+def test_gpus_without_peer_access_sum_by_nccl() -> None:
+    """In processes of their own, because NCCL reads its variables once per process."""
+    environment, done = {**os.environ, "PYTHONPATH": module_path()}, []
     for disabled in ("0", "1"):
-        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
-        engine = ranked_engine(2, EngineConfig(**CONFIG), device="cuda")
-        written.append(tokens_of(generate(engine, [[7, 3, 9]] * 2, SamplingParams(temperature=0, max_tokens=30))))
-        engine.executor.shutdown()
-    assert written[0] == written[1]
-    (told,) = [each.getMessage() for each in caplog.records if "excluding one_shot" in each.getMessage()]
-    assert "NCCL_P2P_DISABLE" in told
+        options = {"env": {**environment, "NCCL_P2P_DISABLE": disabled}, "capture_output": True, "text": True, "timeout": 60}
+        done.append(subprocess.run([sys.executable, "-c", WITHOUT_PEERS], check=True, **options))
+    assert done[0].stdout
+    assert done[0].stdout == done[1].stdout
+    assert "excluding" not in done[0].stderr
+    for name in ("one_shot", "two_shot", "copies"):
+        assert re.search(f"excluding {name}; nccl is used instead: .*NCCL_P2P_DISABLE", done[1].stderr)
 
 
 MEETS_NOBODY = """
