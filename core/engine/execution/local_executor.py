@@ -156,7 +156,8 @@ class LocalExecutor:
         """
         model, layers, config = parts.model, parts.layers, parts.config
         self._parts = parts
-        self._recorder: GraphRecorder | None = None
+        self._recorder: Callable[[], GraphRecorder] | None = None
+        """Makes the recorder of all graphs. New graphs need a new one, because torch frees its memory with the old graphs."""
         self._released: dict[str, ReleasedMemory] = {}
         """Released memory of the parts that sleep, keyed by part."""
         self._device = layers.device
@@ -210,17 +211,24 @@ class LocalExecutor:
 
         The engine is ready afterwards. recorder: recorder to use for the graphs instead of CUDA graphs, on any device.
         """
-        config, watch = self._parts.config, CompilationWatch()
+        config = self._parts.config
+        if self.attention.debug or config.record_tensors:
+            log.warning("HEADWAY_DEBUG=1 or record_tensors: every layer is read on the host, so CUDA graphs are off")
+        elif recorder is not None:
+            self._recorder = lambda: recorder
+        elif self._device.type == "cuda" and not config.enforce_eager:
+            self._recorder = CudaGraphRecorder
+        self._prepare()
+
+    def _prepare(self) -> None:
+        watch = CompilationWatch()
         if self._parts.compile_ahead is not None:
             began = time.perf_counter()
             with self._parts.compile_ahead():
                 self.warmup.run()
             log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
-        if self.attention.debug or config.record_tensors:
-            log.warning("HEADWAY_DEBUG=1 or record_tensors: every layer is read on the host, so CUDA graphs are off")
-        elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
-            self._recorder = recorder or CudaGraphRecorder()
-            self._capture_graphs(self._recorder)
+        if self._recorder is not None:
+            self._capture_graphs(self._recorder())
             if compiled := watch.take():
                 log.info("CUDA graphs: kernels compiled during capture: %s", ", ".join(compiled))
         if self._parts.compile_ahead is not None:
@@ -234,7 +242,7 @@ class LocalExecutor:
         self.selection = self.selector.selection
         _check_caches(self.selector, self._parts.layers.cached, self.caches)
         self.runner.release_graphs()
-        self.capture(self._recorder)
+        self._prepare()
 
     def _capture_graphs(self, recorder: GraphRecorder) -> None:
         sizes = self._parts.config.cudagraph_capture_sizes or capture_sizes(self._parts.config.max_num_seqs)
@@ -266,7 +274,7 @@ class LocalExecutor:
         if part == WEIGHTS and (adapters := adapters_of(self._parts.model)) is not None:
             adapters.arrange()
         if not self._released and self._recorder is not None:
-            self._capture_graphs(self._recorder)
+            self._capture_graphs(self._recorder())
 
     def _settle(self, watch: CompilationWatch) -> None:
         for number in range(_MOST_ROUNDS):

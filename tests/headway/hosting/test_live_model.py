@@ -230,7 +230,7 @@ def test_memory_of_a_gpu_comes_back_with_what_was_kept() -> None:
     kept, lost = torch.randn(2**20, device="cuda"), torch.randn(2**20, device="cuda")
     view, expected = kept[100:], kept.cpu()
     before = torch.cuda.memory_allocated()
-    memory = ReleasedMemory(kept=[kept, view], lost=[lost])
+    memory = ReleasedMemory(stored=[kept, view], lost=[lost])
     assert torch.cuda.memory_allocated() <= before - 8 * 2**20
     memory.restore()
     assert torch.equal(kept.cpu(), expected)
