@@ -139,7 +139,12 @@ def _sum(name: str, summary: str, place: str, extra: str = "", device: str = "cu
 _SUMS = (
     _sum("one_shot", "one launch in Triton", "kernels.all_reduce.one_shot_kernels:OneShotAllReduce", "headway[triton]"),
     _sum("two_shot", "large tensors, in Triton", "kernels.all_reduce.two_shot_kernels:TwoShotAllReduce", "headway[triton]"),
-    _sum("copies", "beside other kernels, by copy engines", "kernels.all_reduce.copy_kernels:CopyAllReduce", "headway[triton]"),
+    _sum(
+        "copies",
+        "by copy engines, overlaps with other kernels",
+        "kernels.all_reduce.copy_kernels:CopyAllReduce",
+        "headway[triton]",
+    ),
     _sum("nccl", "NCCL, tensors of any size", "core.engine.ranks.torch_ranks:Nccl"),
     _sum("gloo", "gloo, ranks on a CPU", "core.engine.ranks.torch_ranks:Gloo", device="cpu"),
 )

@@ -41,7 +41,7 @@ class Ranks(Protocol):
 
     @property
     def overlapped(self) -> AsyncAllReduceKernel | None:
-        """All-reduce that can run beside other kernels now, the same on every rank. None during the capture of a CUDA graph."""
+        """All-reduce that can overlap with other kernels now, the same on every rank. None during the capture of a CUDA graph."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return [size, *x.shape]: the x of each rank, in rank order. x: contiguous."""

@@ -1,4 +1,4 @@
-"""All-reduce by copy engines: transfers run beside other kernels, because they need no multiprocessor.
+"""All-reduce by copy engines: transfers overlap with other kernels, because they need no multiprocessor.
 
 Each rank copies every other rank's share of its tensor into that rank's memory, sums its own share in one short launch, and
 copies the other ranks' sums into its tensor. Between these steps, the stream writes flags and waits for them (stream memory
@@ -174,12 +174,14 @@ class CopyAllReduce(PeerKernel, AsyncAllReduceKernel):
         self._addresses = addresses
         self._others = [(rank + step) % self._size for step in range(1, self._size)]
         self._sum = ShareSum(rank, device, addresses)
-        # Sums have priority, so that they run before the next linear layer.
-        self._sends, self._sums, self._side = (torch.cuda.Stream(device, priority=each) for each in (0, -1, 0))
+        self._sends = torch.cuda.Stream(device)
+        self._sums = torch.cuda.Stream(device, priority=-1)  # so that sums run before the next linear layer
+        self._side = torch.cuda.Stream(device)  # so that `abort` can run while the others wait
         self._ends: list[torch.cuda.Event | None] = [None] * SLOTS
         self._turn = 0
         sent, summed = self._operations(0), self._operations(1)
-        self._tell_summands, self._await_summands = _Batch(self._sends, sent[0]), _Batch(self._sums, sent[1])
+        self._tell_summands = _Batch(self._sends, sent[0])
+        self._await_summands = _Batch(self._sums, sent[1])
         self._exchange_sums = _Batch(self._sums, [*summed[0], *summed[1]])
         self._await_summands(self._turn)
 

@@ -30,7 +30,7 @@ class RankedOperations:
     The residual stream has the same bits on every rank, because an all-reduce gives every rank the same bits. The residual is
     added once, after the all-reduce.
 
-    The last linear layer of a part runs in chunks of rows if there are many rows. The all-reduce of a chunk then runs beside the
+    The last linear layer of a part runs in chunks of rows if there are many rows. The all-reduce of a chunk then overlaps with the
     linear layers of later chunks, and the next part's first linear layer waits for one chunk after the other.
     """
 

@@ -226,16 +226,14 @@ def test_ranks_choose_by_the_times_of_rank_0(
 
 
 class Beside(Doubling, AsyncAllReduceKernel):
-    """Runs beside other kernels, as far as ranks can tell."""
+    """Overlaps with other kernels, as far as ranks can tell."""
 
     def start(self, x: Tensor, onto: Tensor | None = None) -> SimpleNamespace:
         found = Doubling.__call__(self, x, onto)
         return SimpleNamespace(wait=lambda: found)
 
 
-def test_an_all_reduce_beside_other_kernels_is_checked_but_not_chosen_by_size(
-    cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_all_reduce_that_overlaps_is_checked_but_not_chosen_by_size(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headway")
     for ranks in ranks_of(Beside, 0.0):
         assert isinstance(ranks.overlapped, Beside)
@@ -246,4 +244,4 @@ def test_an_all_reduce_beside_other_kernels_is_checked_but_not_chosen_by_size(
     kernels.backend = {"doubling": Beside, "gloo": Gloo}.get
     found = explain_sums(kernels, RankGroup(0, 2, CPU))
     assert (found["ways"], list(found["overlapped"])) == ({1: "gloo"}, ["doubling"])
-    assert "beside the linear layers" in str([row.cells for row in kernel_section(found).rows])
+    assert "overlaps with the linear layers" in str([row.cells for row in kernel_section(found).rows])

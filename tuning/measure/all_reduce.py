@@ -40,8 +40,8 @@ _TOLERANCE = 2.0**-6
 _CHECK_SECONDS = 30.0
 """Maximum seconds that a check waits for a sum, since a different rank may first have to compile the kernel."""
 _END = -1
-_BESIDE = "beside the linear layers of prompts with thousands of tokens"
-"""When an `AsyncAllReduceKernel` is used."""
+_OVERLAPS = "overlaps with the linear layers of prompts with thousands of tokens"
+"""Use of an `AsyncAllReduceKernel`, for messages."""
 log = logging.getLogger("headway")
 
 
@@ -75,8 +75,8 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
         ranks.sum_by(sums, AxisTimes(BYTES, by_name, source), overlapped)
     if ranks.rank == 0:
         rule = f"{', else '.join(layer.kernels)}, the first that supports the tensor (not measured)"
-        beside = "" if overlapped is None else f"; {overlapped.name}: {_BESIDE}"
-        log.info("all-reduce: %s%s", rule if ranks.times is None else describe_sums(ranks.times), beside)
+        more = "" if overlapped is None else f"; {overlapped.name}: {_OVERLAPS}"
+        log.info("all-reduce: %s%s", rule if ranks.times is None else describe_sums(ranks.times), more)
 
 
 def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup)
     """
     found = {name: kernels.supports(name, spec) for name in kernels.meant_for(spec.device.type)}
     classes = {name: kernels.backend(name) for name, support in found.items() if support}
-    overlapped = {name: _BESIDE for name, kernel in classes.items() if issubclass(kernel, AsyncAllReduceKernel)}
+    overlapped = {name: _OVERLAPS for name, kernel in classes.items() if issubclass(kernel, AsyncAllReduceKernel)}
     able = {name: kernel.capabilities.max_bytes for name, kernel in classes.items() if name not in overlapped}
     refused = {name: support.brief for name, support in found.items() if not support}
     common = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}, "refused": refused, "overlapped": overlapped}

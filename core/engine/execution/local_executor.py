@@ -156,8 +156,7 @@ class LocalExecutor:
         """
         model, layers, config = parts.model, parts.layers, parts.config
         self._parts = parts
-        self._recorder: Callable[[], GraphRecorder] | None = None
-        """Makes the recorder of all graphs. New graphs need a new one, because torch frees its memory with the old graphs."""
+        self._recorder: Callable[[], GraphRecorder] | None = None  # torch frees a recorder's memory with the old graphs
         self._released: dict[str, ReleasedMemory] = {}
         """Released memory of the parts that sleep, keyed by part."""
         self._device = layers.device

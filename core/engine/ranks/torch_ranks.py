@@ -120,7 +120,7 @@ class TorchRanks:
 
     @property
     def overlapped(self) -> AsyncAllReduceKernel | None:
-        """All-reduce that can run beside other kernels now; see `Ranks`. Reading this counts as a collective call."""
+        """All-reduce that can overlap with other kernels now; see `Ranks`. Reading this counts as a collective call."""
         if self._overlapped is None or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
         self._progress.call()
@@ -130,7 +130,7 @@ class TorchRanks:
         self, sums: Sequence[AllReduceKernel], times: AxisTimes | None, overlapped: AsyncAllReduceKernel | None = None
     ) -> None:
         """Use these all-reduce kernels from now on. Must be called before any graph is captured. times: measured times that
-        select the kernel, or None to use the first kernel that supports a tensor. overlapped: kernel that runs beside other
+        select the kernel, or None to use the first kernel that supports a tensor. overlapped: kernel that overlaps with other
         kernels."""
         self.sums = sums
         self._overlapped = overlapped

@@ -81,7 +81,7 @@ def test_two_shot_ranks_meet_and_an_end_is_not_waited_for() -> None:
     torch.cuda.synchronize()
 
 
-def test_copies_run_beside_other_kernels_and_an_end_is_not_waited_for() -> None:
+def test_copies_overlap_and_an_end_is_not_waited_for() -> None:
     from headway.kernels.all_reduce.copy_kernels import CAPACITY, CopyAllReduce
 
     device = torch.device("cuda", 0)

@@ -71,7 +71,7 @@ def test_logits_equal_those_of_one_rank(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_the_same_with_sums_beside_linear_layers(tmp_path: Path, name: str) -> None:
+def test_logits_are_the_same_with_sums_that_overlap(tmp_path: Path, name: str) -> None:
     needs(FAMILIES[ROWS[name].model_type].architecture)
     save_random(ROWS[name], tmp_path)
     whole = on_ranks(2, lambda ranks: logits_of(tmp_path, ranks))
