@@ -141,7 +141,7 @@ _SUMS = (
     _sum("two_shot", "large tensors, in Triton", "kernels.all_reduce.two_shot_kernels:TwoShotAllReduce", "headway[triton]"),
     _sum(
         "copies",
-        "by copy engines, overlaps with other kernels",
+        "overlaps with other kernels",
         "kernels.all_reduce.copy_kernels:CopyAllReduce",
         "headway[triton]",
     ),

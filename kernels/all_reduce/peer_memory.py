@@ -172,7 +172,7 @@ def _key(name: str, rank: int) -> str:
 def call(function: str, *arguments: Any) -> None:
     """Call a function of the CUDA driver. arguments: objects of ctypes.
 
-    :raises RuntimeError: if there is no driver, or if the function fails.
+    :raises RuntimeError: if the driver is missing, or if the function fails.
     """
     cuda = _driver()
     if (result := getattr(cuda, function)(*arguments)) != 0:

@@ -30,8 +30,8 @@ class RankedOperations:
     The residual stream has the same bits on every rank, because an all-reduce gives every rank the same bits. The residual is
     added once, after the all-reduce.
 
-    The last linear layer of a part runs in chunks of rows if there are many rows. The all-reduce of a chunk then overlaps with the
-    linear layers of later chunks, and the next part's first linear layer waits for one chunk after the other.
+    The last linear layer of a part runs in chunks of rows if there are many rows. The all-reduce of a chunk then overlaps with
+    the linear layers of later chunks, and the next part's first linear layer waits for one chunk after the other.
     """
 
     def __init__(self, inner: Operations, ranks: Ranks, adapters: AdapterBank | None = None) -> None:
@@ -134,7 +134,8 @@ class RankedOperations:
 
     def _arriving(self) -> Iterator[slice]:
         """Yield the rows of each started all-reduce after the current stream waits for it."""
-        started, self._started = self._started, []
+        started = self._started
+        self._started = []
         for rows, work in started:
             work.wait()
             yield rows
