@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
-from headway.core.contract.kernel import GraphLevel
+from headway.core.contract.kernel import AHEAD, GraphLevel
 from headway.core.contract.ranks import AllReduceCapabilities, AllReduceKernel, AsyncAllReduceKernel, RankGroup
 from headway.core.select.costs import AxisTimes, CountAxis
 from headway.core.system.shared_ring import LifeSigns
@@ -121,7 +121,9 @@ class TorchRanks:
     @property
     def overlapped(self) -> AsyncAllReduceKernel | None:
         """All-reduce that can overlap with other kernels now; see `Ranks`. Reading this counts as a collective call."""
-        if self._overlapped is None or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self._overlapped is None or AHEAD.get() is not None:  # ranks need not compile the same kernels ahead
+            return None
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         self._progress.call()
         return self._overlapped
