@@ -200,7 +200,7 @@ class AttentionMetadata:
         tokens from a prompt's tokens, so pass this argument if there are any.
         num_blocks, upper_bound_lens: see the fields of the same names.
 
-        :raises ConfigError: if a sequence has impossible lengths or blocks; the message gives its index and values.
+        :raises ConfigError: if a sequence has impossible lengths or blocks, or comes too early; the message gives its index.
         """
         _check_lengths(query_lens, context_lens, block_tables, num_draft_tokens)
         _check_blocks(numpy.add(query_lens, context_lens), block_tables, block_size, num_blocks)
@@ -228,13 +228,17 @@ class AttentionMetadata:
 
         The function runs once per engine step, so it does not check lengths and blocks.
 
+        :raises ConfigError: if a sequence in DECODE comes before one that is not.
+
         decode_query_lens: maximum number of new tokens that counts as DECODE: one number for all sequences, or one per sequence.
         """
         num_seqs = len(query_lens)
         query, context = (numpy.asarray(each, dtype=numpy.int32) for each in (query_lens, context_lens))
         decodes = (context != 0) & (query <= decode_query_lens)  # Phase.of
         num_prefills = num_seqs - int(decodes.sum())
-        assert not decodes[:num_prefills].any(), "sequences that prefill or extend must come before those that decode"
+        if decodes[:num_prefills].any():
+            row = int(decodes.argmax())
+            raise ConfigError(f"{_BUILD}: sequence {row}", "all sequences in DECODE last", f"query_len {query[row]} before a prompt")
 
         num_tokens, widest = int(query.sum()), max(1, max(map(_widest, block_tables)))
         packed = _pack(query, context, block_tables, widest, block_size)

@@ -89,8 +89,8 @@ def test_a_sequence_that_no_step_can_have_is_refused_with_its_number(step: tuple
     assert "\n" not in str(raised.value)
 
 
-def test_decodes_before_prefills_are_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="must come before"):
+def test_decodes_before_prefills_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence 0: needs all sequences in DECODE last"):
         AttentionMetadata.build([1, 3], [4, 0], [[0, 1], [2]], block_size=4)
 
 
