@@ -172,9 +172,11 @@ def _key(name: str, rank: int) -> str:
 def call(function: str, *arguments: Any) -> None:
     """Call a function of the CUDA driver. arguments: objects of ctypes.
 
-    :raises RuntimeError: if the driver is missing, or if the function fails.
+    :raises RuntimeError: if the driver or the function is missing, or if the function fails.
     """
     cuda = _driver()
+    if not hasattr(cuda, function):
+        raise RuntimeError(f"this GPU driver has no {function}")
     if (result := getattr(cuda, function)(*arguments)) != 0:
         text = ctypes.c_char_p()
         cuda.cuGetErrorString(result, ctypes.byref(text))
