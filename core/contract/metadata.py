@@ -238,7 +238,8 @@ class AttentionMetadata:
         num_prefills = num_seqs - int(decodes.sum())
         if decodes[:num_prefills].any():
             row = int(decodes.argmax())
-            raise ConfigError(f"{_BUILD}: sequence {row}", "all sequences in DECODE last", f"query_len {query[row]} before a prompt")
+            got = f"query_len {query[row]} before a prompt"
+            raise ConfigError(f"{_BUILD}: sequence {row}", "all sequences in DECODE last", got)
 
         num_tokens, widest = int(query.sum()), max(1, max(map(_widest, block_tables)))
         packed = _pack(query, context, block_tables, widest, block_size)
