@@ -131,10 +131,10 @@ class AllReduceKernel(Kernel):
 
 
 class AsyncAllReduceKernel(AllReduceKernel):
-    """All-reduce that leaves the device's multiprocessors to other kernels while it transfers data."""
+    """All-reduce that leaves the device's multiprocessors to other kernels while it transfers data.
 
-    min_bytes: ClassVar[int]
-    """Size of a tensor in bytes from which the kernel is worth its latency."""
+    `capabilities.max_bytes` is also the best size: larger tensors are divided.
+    """
 
     @abstractmethod
     def start(self, x: Tensor, onto: Tensor | None = None) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,6 @@ from headway.kernels.linear.linear import Linear
 from headway.kernels.lora.bank import AdapterBank
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Embedding, Heads, Norm, Operations, Rope
-
-_CHUNKS: Final = 4
-"""Number of chunks of rows whose all-reduces and linear layers overlap."""
-_TILE_ROWS: Final = 256
-"""The number of rows in a chunk is a multiple of this, so that the tiles of a GEMM are full."""
 
 
 class RankedOperations:
@@ -146,14 +141,13 @@ class RankedOperations:
 
 
 def _chunks(x: Tensor, kernel: AsyncAllReduceKernel) -> list[slice]:
-    """Return the chunks of rows whose all-reduces overlap with linear layers; none if x is too small."""
-    of_row = x.nbytes // max(1, len(x))
-    most = (kernel.capabilities.max_bytes or x.nbytes) // max(1, of_row)
-    count = min(_CHUNKS, x.nbytes // kernel.min_bytes)
-    if count < 2 or most < _TILE_ROWS or not kernel.takes(x[:1]):
+    """Return equal chunks of rows, as large as the kernel supports; none if x has less than two of them."""
+    rows = len(x)
+    most = (kernel.capabilities.max_bytes or x.nbytes) // x[:1].nbytes if rows else 0
+    if rows < 2 * most or not kernel.takes(x[:1]):
         return []
-    size = min(most, -(-len(x) // count) + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
-    return [slice(first, min(first + size, len(x))) for first in range(0, len(x), size)]
+    size = -(-rows // -(-rows // most))
+    return [slice(first, first + size) for first in range(0, rows, size)]
 
 
 class RankedExperts:

@@ -82,8 +82,7 @@ class LateSum(AsyncAllReduceKernel):
     """A sum that nobody has before `wait`: until then, the residual stream is not a number."""
 
     name = "late"
-    capabilities = AllReduceCapabilities(devices=("cpu",), max_bytes=2**30)
-    min_bytes = 1
+    capabilities = AllReduceCapabilities(devices=("cpu",), max_bytes=1200)
 
     def __init__(self, ranks: ThreadRanks) -> None:
         self._ranks = ranks
