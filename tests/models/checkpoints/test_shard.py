@@ -76,7 +76,7 @@ def test_logits_are_the_same_with_sums_that_overlap(tmp_path: Path, name: str) -
     save_random(ROWS[name], tmp_path)
     whole = on_ranks(2, lambda ranks: logits_of(tmp_path, ranks))
     late = on_ranks(2, lambda ranks: logits_of(tmp_path, with_late_sums(ranks)))
-    torch.testing.assert_close(late[0], whole[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(late[0], whole[0], rtol=0, atol=4e-5)
     assert torch.equal(late[0], late[1])
 
 
