@@ -39,11 +39,11 @@ def test_two_gpus_write_what_one_writes(enforce_eager: bool) -> None:
 def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
     """In float32, in which the order of a sum hardly ever turns one token into another. The long prompt is summed in chunks."""
     prompts = [{"prompt_token_ids": [number + 5, 17, 3 + number * number]} for number in range(6)]
-    prompts.append({"prompt_token_ids": [number * number % 997 for number in range(6000)]})
+    prompts.append({"prompt_token_ids": [number * number % 997 for number in range(17_000)]})
     written = []
     for size in (1, 2):
-        llm = LLM("qwen3-0.6b", load_format="dummy", dtype="float32", tensor_parallel_size=size, max_model_len=8192,
-                  max_num_batched_tokens=8192, autotune_budget=0, kv_cache_memory="2GiB", skip_tokenizer_init=True)  # fmt: skip
+        llm = LLM("qwen3-0.6b", load_format="dummy", dtype="float32", tensor_parallel_size=size, max_model_len=18_432,
+                  max_num_batched_tokens=18_432, autotune_budget=0, kv_cache_memory="5GiB", skip_tokenizer_init=True)  # fmt: skip
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
         assert llm.engine.stats.num_graph_steps > 0
         written.append([each.outputs[0].token_ids for each in outputs])
