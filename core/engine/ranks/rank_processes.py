@@ -279,7 +279,7 @@ class RankProcesses:
     def __init__(self, size: int, module: str, devices: list[str], num_threads: int | None = None) -> None:
         """Start the processes.
 
-        size: number of ranks, rank 0 included. module: module that each process runs, with the arguments of `rank_loop.run_rank`.
+        size: number of ranks, rank 0 included. module: module that each process runs, with the arguments of `hosting.rank_child`.
         devices: device of each rank. num_threads: torch threads per process. None means torch's default.
         :raises OSError: if the system cannot start another process."""
         self.size = size
