@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headway.backends.vllm_paged import decode
-from headway.backends.vllm_paged.decode import PagedDecode
+from headway.backends.vllm_paged import backend
+from headway.backends.vllm_paged.backend import PagedDecode
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -20,7 +20,7 @@ def reshape_and_cache(
     k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> None:
     """Write k, v [num_tokens, kv_heads, head_dim] to slot_mapping int64 [num_tokens], skipping -1."""
-    decode.reshape_and_cache(k, v, key, value, slot_mapping, value.shape[3], k_scale, v_scale)
+    backend.reshape_and_cache(k, v, key, value, slot_mapping, value.shape[3], k_scale, v_scale)
 
 
 @torch.library.custom_op("headway::paged_attention", mutates_args=("out",), device_types="cuda")
@@ -86,14 +86,14 @@ def paged_attention(
 @torch.library.custom_op("headway::copy_blocks", mutates_args=("key", "value"), device_types="cuda")
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks within one cache. pairs: int64 [num_pairs, 2]: source and destination."""
-    decode.copy_blocks(key, value, pairs)
+    backend.copy_blocks(key, value, pairs)
 
 
 @torch.library.custom_op("headway::swap_blocks", mutates_args=("to_key", "to_value"))
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks from one cache to another. Either cache may be in pinned host memory. pairs: on the GPU, as in
     `copy_blocks`."""
-    decode.swap_blocks(key, value, to_key, to_value, pairs)
+    backend.swap_blocks(key, value, to_key, to_value, pairs)
 
 
 @lru_cache(maxsize=64)

@@ -48,8 +48,7 @@ def build(
     """
     import torch
 
-    from headway.backends.vllm_paged.backend import VllmPagedAttention
-    from headway.backends.vllm_paged.decode import CSRC, cache_variant, variant_of
+    from headway.backends.vllm_paged.backend import CSRC, VllmPagedAttention, cache_variant, variant_of
     from headway.core.contract.errors import ConfigError, UnsupportedError
     from headway.core.contract.spec import DTYPES, KV_DTYPES
     from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headway.backends.vllm_paged import decode as writer
+from headway.backends.vllm_paged import backend as writer
 from headway.backends.vllm_paged.backend import VllmPagedAttention
 from headway.core.contract.layout import VLLM_5D, CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata

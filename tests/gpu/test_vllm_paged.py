@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from backend_cases import spec
-from headway.backends.vllm_paged import decode as writer
-from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.backends.vllm_paged.decode import CSRC
+from headway.backends.vllm_paged import backend as writer
+from headway.backends.vllm_paged.backend import CSRC, VllmPagedAttention
 from headway.core.contract import layout as layouts
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, LayerCache

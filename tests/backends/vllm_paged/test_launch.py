@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend_cases import spec
-from headway.backends.vllm_paged import decode
-from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.backends.vllm_paged.decode import (
+from headway.backends.vllm_paged import backend
+from headway.backends.vllm_paged.backend import (
     CSRC,
     MAX_WARPS,
     PARTITIONS,
     TILE,
     GPUResources,
     PagedDecode,
+    VllmPagedAttention,
     cache_variant,
     choose,
     shared_bytes,
@@ -98,8 +98,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
         return Recorder(made, variant, function)
 
     machine = SimpleNamespace(major=9, multi_processor_count=132)
-    monkeypatch.setattr(decode, "load", load)
-    monkeypatch.setattr(decode, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(backend, "load", load)
+    monkeypatch.setattr(backend, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
     return made
 
@@ -173,9 +173,9 @@ def test_no_sequence_launches_nothing(launches: list[Launched]) -> None:
 def test_the_writer_and_the_copies_hand_in_what_the_kernels_declare(launches: list[Launched]) -> None:
     cache, other = cache_of(4), cache_of(4)
     _, k, v = torch.zeros(40, 3 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16).split(KV_HEADS, dim=1)
-    decode.write_rows(k, v, cache, torch.arange(40))
+    backend.write_rows(k, v, cache, torch.arange(40))
     pairs = torch.tensor([[0, 1], [2, 3]])
-    decode.swap_blocks(cache.key, cache.value, other.key, other.value, pairs)
+    backend.swap_blocks(cache.key, cache.value, other.key, other.value, pairs)
     for launch in launches:
         for kind, name in launch.declared:
             assert agrees(kind, launch.arguments[name]), (kind, name, launch.arguments[name])

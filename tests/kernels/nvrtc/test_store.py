@@ -20,8 +20,7 @@ import numpy
 import pytest
 import torch
 
-from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.backends.vllm_paged.decode import CSRC
+from headway.backends.vllm_paged.backend import CSRC, VllmPagedAttention
 from headway.core.contract.errors import BackendError
 from headway.core.system import files as folders
 from headway.kernels.runtime.nvrtc.compiler import Compiler, Variant, find_compiler
