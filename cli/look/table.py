@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.options import PluginFiles, on_command_line, report_written, write_result
+from headway.cli.options import PluginFiles, on_command_line, report_written, sizes_of, write_result
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -243,7 +243,6 @@ def regret(
     auto uses the table. The points to measure are drawn at random and are not in the table.
     """
     from headway.bench.crossover.regret import RegretReport, derived_regret, judge_again, leave_one_out, measure_regret
-    from headway.cli.options import sizes_of
     from headway.core.select.request import Workload
     from headway.machine.process import set_threads
     from headway.tuning.isolated.trial import create_registry

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.options import PluginFiles
+from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ def check(
 
     The backend runs in child processes, so that a crash, a hang or an exit is reported as a failure.
     """
-    from headway.core.contract.errors import ConfigError
     from headway.core.system.json_files import write_json
     from headway.registry.registry import builtin_registry
     from headway.testing.kit.checking import Wanted, passport_of
@@ -126,7 +126,6 @@ def _with_kind(target: str, kind: str) -> str:
 def _each(wanted: Wanted, kind: str, file: Path | None) -> list[Wanted]:
     """Return one request per kernel: for the named kernel, or for each kernel in the plugins' files.
     kind: the kind of kernels to include; "" means all. file: result file, which can hold only one report."""
-    from headway.core.contract.errors import ConfigError
     from headway.testing.kit.checking import brought_kernels
     from headway.testing.kit.subject import PREFIXES
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.engine_options import takes_engine_options
 from headway.cli.options import report_written, write_result
-from headway.core.system.terminal import Terminal
+from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.system.files import read_text
+from headway.core.system.terminal import Terminal, progress_bar
 from headway.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -66,7 +69,6 @@ def diff(
     from headway.core.select.request import LayerSpecs
     from headway.core.system.json_files import write_bytes
     from headway.core.system.provenance import Origin, command_line
-    from headway.core.system.terminal import progress_bar
     from headway.tuning.measure.device import identify_device, resolve_device
 
     if picture is not None:
@@ -129,7 +131,6 @@ def _load(args: EngineArgs, device: torch.device, quantization: str | None, err:
 def _check_picture(path: Path) -> None:
     """Check the file name, and that the chart library is installed, before the comparison begins."""
     from headway.bench.charts import new_figure
-    from headway.core.contract.errors import ConfigError
 
     if path.suffix.lower() != ".png":
         raise ConfigError("--picture", "a file name that ends in .png", str(path))
@@ -137,8 +138,6 @@ def _check_picture(path: Path) -> None:
 
 
 def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
-    from headway.core.contract.errors import ConfigError, PromptError
-    from headway.core.system.files import read_text
 
     texts = list(prompts or [])
     if path is not None:
@@ -159,10 +158,8 @@ def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
 def _token_ids(model: LoadedModel, texts: list[str] | None) -> list[list[int]]:
     """Return the token ids of the texts, or of the first built-in prompts if there are no texts. Without a tokenizer, return
     random ids."""
-    from random import Random
 
     from headway.bench.generate.workloads import take_prompts
-    from headway.core.contract.errors import ConfigError
 
     if model.tokenizer is not None:
         return [list(model.tokenizer(text)["input_ids"]) for text in texts or take_prompts(_NUM_PROMPTS)]

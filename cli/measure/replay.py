@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
 from headway.cli.engine_options import takes_engine_options
+from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs
 
@@ -36,7 +40,6 @@ def replay(
     The exit code is 0 if nothing differs, 1 if a result is beyond its tolerance, and 2 if the file or a backend cannot be used.
     """
     from headway.bench.diff.sides import SideOptions, check_side
-    from headway.core.contract.errors import ConfigError
     from headway.core.engine.record import Record
     from headway.tuning.measure.device import resolve_device
 
@@ -82,8 +85,6 @@ def _title(record: Record) -> str:
 
 def _print(checked: list[Checked], held: set[int]) -> None:
     """Print a table of the largest errors. held: layers whose tensors the file holds."""
-    from rich import box
-    from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("layer", "phase", "backend", "max error", "allowed", "verdict"):
@@ -128,7 +129,6 @@ def _sentence(record: Record, first: Difference) -> str:
 
 def _judged(record: Record, name: str, registry: Registry, options: SideOptions) -> tuple[list[Checked], str, int]:
     """Return the largest errors of backends, their result in a line, and its exit code."""
-    from headway.core.contract.errors import HeadwayError
 
     try:
         found, first = record.judge(_run(record, name, registry, options))
@@ -169,7 +169,6 @@ def _run(record: Record, name: str, registry: Registry, options: SideOptions) ->
 
 def _outs(calls: list[CallRows], name: str, registry: Registry, options: SideOptions, device: torch.device) -> list[Run]:
     """Return a backend's results for calls of one layer in one step, with a new cache that holds the recorded rows."""
-    from dataclasses import replace
 
     import torch
 

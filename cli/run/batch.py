@@ -14,13 +14,13 @@ import typer
 
 from headway.cli.engine_options import takes_engine_options
 from headway.cli.options import AdapterModules, ConfigFile, adapters_of
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
-from headway.engine_args import EngineArgs, help_texts
+from headway.engine_args import EngineArgs, find_pooling_model, help_texts
 
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
-    from headway.core.contract.adapters import LoRARequest
     from headway.pooling.assembly import AsyncPooling
     from headway.server.openai.batches.worker import BatchRun, LineAnswers
 
@@ -100,7 +100,6 @@ def batch(
 
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
     """Load the model and its adapters. The engine of a generation model runs in its own process, as under `headway serve`."""
-    from headway.engine_args import find_pooling_model
 
     pooled = find_pooling_model(args)
     if pooled is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +21,6 @@ from headway.core.system.terminal import Terminal, for_standard_output
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from headway.core.engine.cache.usage import CacheUsage
     from headway.core.engine.data.stats import EngineSnapshot
     from headway.llm import LLM

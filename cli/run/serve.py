@@ -19,12 +19,11 @@ from headway.cli.engine_options import PANEL, takes_engine_options
 from headway.cli.options import AdapterModules, Command, ConfigFile, adapters_of, on_command_line, with_flags
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
-from headway.engine_args import EngineArgs, find_pooling_model, help_texts
+from headway.engine_args import EngineArgs, PoolingModel, find_pooling_model, help_texts
 from headway.server.options import ServerOptions, bound_socket
 
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
-    from headway.engine_args import PoolingModel
     from headway.hosting.process_messages import SpawnedEngine
     from headway.pooling.assembly import AsyncPooling
 

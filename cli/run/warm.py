@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from headway.cli.engine_options import takes_engine_options
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.system.files import kernel_folders
 from headway.core.system.terminal import Terminal
 from headway.engine_args import help_texts
@@ -49,7 +49,6 @@ def build(
     import torch
 
     from headway.backends.vllm_paged.backend import CSRC, VllmPagedAttention, cache_variant, variant_of
-    from headway.core.contract.errors import ConfigError, UnsupportedError
     from headway.core.contract.spec import DTYPES, KV_DTYPES
     from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
     from headway.kernels.runtime.nvrtc.store import build_all

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,9 +21,13 @@ import torch
 
 from headway.compat.vllm_views import VllmConfig
 from headway.core.contract.errors import ConfigError, HeadwayError, made_by
+from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.operation import STATE
 from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateSpec
 from headway.core.contract.text_plugins import Proposer, ProposerOptions
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.engine.execution.host_rows import HostRows
@@ -33,12 +37,15 @@ from headway.core.engine.ranks.torch_ranks import CollectiveError, TorchRanks
 from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import SamplingOps
+from headway.core.select.costs import CostTable
 from headway.core.select.kernels import check_names
 from headway.core.select.request import LayerSpecs, draft_cache_dtype
 from headway.core.system.part_clock import PartClock
 from headway.hosting.rank_assembly import EngineChoices, layers_of, load_part, make_rank, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
-from headway.kernels.experts.bound import AUTO
+from headway.kernels.experts.bound import AUTO, ExpertsKind
+from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.runtime.compile_process import compile_process
 from headway.machine.process import bound_kernel_caches, freeze_heap, set_threads
@@ -55,17 +62,7 @@ from headway.tuning.measure.self_test import check_named
 from headway.tuning.measure.timing import SharedBudget, on_device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headway.core.contract.kernel import CompileAhead
-    from headway.core.contract.spec import AttentionSpec
-    from headway.core.contract.state import StateSpec
-    from headway.core.engine.data.config import EngineConfig
-    from headway.core.sampling.sampler import SamplingOps
-    from headway.core.select.costs import CostTable
     from headway.engine_args import EngineArgs
-    from headway.kernels.experts.bound import ExpertsKind
-    from headway.kernels.linear.choice import LinearChoice
 
     Costs = Mapping[AttentionSpec, CostTable] | None
     StateCosts = Mapping[StateSpec, CostTable] | None

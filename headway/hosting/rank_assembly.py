@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from headway.core.contract.errors import ConfigError, UnsupportedError
-from headway.core.contract.ranks import ONE_RANK
+from headway.core.contract.kernel import CompileAhead
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
 from headway.core.engine.execution.memory import run_trial
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.scheduling.deterministic import prepare_deterministic
-from headway.core.sampling.sampler import TORCH_SAMPLING
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.request import LayerSpecs
 from headway.kernels.experts.bound import AUTO, ExpertsOptions
@@ -27,6 +29,7 @@ from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.sampling import fastest_sampling
 from headway.machine.process import bound_kernel_caches, set_threads
 from headway.models.config import DecoderConfig
+from headway.models.layers.decoder import Decoder
 from headway.models.loader import LoadedModel, LoadOptions, load_model
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest
@@ -36,12 +39,7 @@ from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.linear import choose_linear_kernels
 
 if TYPE_CHECKING:
-    from headway.core.contract.kernel import CompileAhead
-    from headway.core.contract.ranks import Ranks
-    from headway.core.engine.data.config import EngineConfig
-    from headway.core.sampling.sampler import SamplingOps
     from headway.engine_args import EngineArgs
-    from headway.models.layers.decoder import Decoder
     from headway.models.transformers_adapter.model import TransformersModel
 
 _MODULE: Final = "headway.hosting.rank_child"

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Condition, Lock, Thread
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from headway.core.contract.backend import StepLimits
@@ -22,7 +24,7 @@ from headway.core.engine.execution.local_executor import select_backends
 from headway.core.pooling.engine import EncodedText, PoolingEngine
 from headway.core.select.request import LayerSpecs
 from headway.core.system.part_clock import PartClock
-from headway.engine_args import PoolingModel
+from headway.engine_args import EngineArgs, PoolingModel
 from headway.hosting.assembly import checked_registry, choose_weight_kernels
 from headway.hosting.host import EngineDeadError
 from headway.hosting.rank_assembly import named_experts
@@ -37,12 +39,6 @@ from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.self_test import check_named
 from headway.tuning.measure.timing import SharedBudget
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from headway.engine_args import EngineArgs
 
 log = logging.getLogger("headway")
 

@@ -16,7 +16,7 @@ from torch.nn.functional import rms_norm, silu
 from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import CompileAhead
 from headway.core.contract.support import Support
-from headway.kernels.linear.choice import KERNEL, ROW_COUNTS, ROWS
+from headway.kernels.linear.choice import KERNEL, ROW_COUNTS, ROWS, LinearChoice
 from headway.registry import Registry
 from headway.tuning.measure.contender import captured
 from headway.tuning.measure.counted_layer import INTERLEAVED, TRIED, CountedLayer, max_error
@@ -27,7 +27,6 @@ from headway.tuning.measure.timing import InterleavedTimer, SharedBudget, on_dev
 from headway.tuning.table.schema import DeviceIdentity, LinearRecord
 
 if TYPE_CHECKING:
-    from headway.kernels.linear.choice import LinearChoice
     from headway.kernels.linear.linear import Linear
 
 _LAYERS, _FEW_LAYERS = 16, 2
