@@ -15,7 +15,8 @@ from headway.core.contract.linear import LinearCapabilities, LinearSpec
 from headway.core.contract.support import YES, Support
 from headway.core.contract.weights import FORMATS, Int4Weight, Weight, WeightFormat, packed, unpacked
 from headway.kernels.linear.choice import EXPANDED, INT4PACK, NATIVE, ONEDNN, TORCH
-from headway.kernels.linear.forms import FusedKernel, GgufWeight
+from headway.kernels.linear.forms import GgufWeight
+from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native.library import (
     TYPES,

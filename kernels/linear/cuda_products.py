@@ -49,7 +49,8 @@ from headway.kernels.linear.cuda_variant import (
     shared_rows_tiling,
     shared_rows_tiling_narrow,
 )
-from headway.kernels.linear.forms import FusedKernel, Operand, WeightBytes, sample_of, weight_bytes
+from headway.kernels.linear.forms import Operand, WeightBytes, sample_of, weight_bytes
+from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.linear.product_kernels import DEVICES, QUANTIZED, RotationArguments
 from headway.kernels.linear.quantized import InOrder
 from headway.kernels.runtime.nvrtc.compiler import architecture, find_compiler

@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.kernel import GraphLevel
-from headway.core.contract.linear import LinearKernel, LinearSpec
-from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, Weight
+from headway.core.contract.linear import LinearSpec
+from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, QuantizedValues
-from headway.kernels.step.operations import Heads
 
 _GROUP = 32
 _SUPER = 256
@@ -310,43 +308,3 @@ def tensors_of(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
         return weight.packed, weight.exponents, weight.exponents
     assert isinstance(weight, Float8Weight | Int8Weight)
     return weight.values.view(torch.uint8), weight.scales, weight.scales
-
-
-class FusedKernel(LinearKernel):
-    """A linear kernel that can fuse operations around its GEMM. `compute` accepts the arguments that its capabilities list as
-    fused.
-    """
-
-    graph_level = GraphLevel.ANY
-    library: ClassVar[bool] = False
-    """True if an external library computes the kernel. The library may change between starts, so the kernel is tested at each
-    start."""
-    copies: ClassVar[bool] = False
-    """True if `prepare` copies the complete weight."""
-
-    def prepare(self, weight: Weight, bias: Tensor | None = None) -> Any:
-        """Return the layer's weight and bias in the layout that `compute` reads."""
-        return Operand.of(weight, bias)
-
-    compute: Callable[..., Tensor]
-    """Return a linear layer's output for x [rows, in_features]: [rows, out_features], or half of the columns if gated.
-
-    All arguments except x and weight are optional, and are only passed to kernels that fuse them. weight: result of `prepare`.
-    norm: `Norm` (RMSNorm) of x. activation: function applied to the output or, if gated, to the first half of its columns, which
-    is then multiplied by the second half. add_to: tensor to which the output is added, in place. rotated: `Heads` of q and k to
-    be normed and rotated (RoPE), with cos and sin. out: contiguous tensor for the output, unless add_to is given.
-    """
-
-    @cached_property
-    def multiprocessors(self) -> int:
-        """Number of SMs of the spec's GPU, or 4 in an interpreter."""
-        device = self.spec.device
-        return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-    def rotates(self, rows: int, weight: Any, heads: Heads) -> bool:
-        """Return whether the kernel also applies RoPE to these heads."""
-        return False
-
-    def apply(self, x: Tensor, weight: Any, out: Tensor) -> None:
-        """Write the layer's output for x to `out`."""
-        self.compute(x, weight, out=out)

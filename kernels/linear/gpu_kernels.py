@@ -15,7 +15,8 @@ from headway.core.contract.support import Support
 from headway.core.contract.weights import Float8Weight, Int4Weight, QuantizedWeight, Weight
 from headway.kernels.linear.choice import DEQUANTIZED, SCALED
 from headway.kernels.linear.cuda_products import BLOCK, float8_scales
-from headway.kernels.linear.forms import FusedKernel, Operand, tensors_of, weight_bytes
+from headway.kernels.linear.forms import Operand, tensors_of, weight_bytes
+from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.linear.product_kernels import DEVICES, QUANTIZED, TritonProducts
 from headway.kernels.linear.unpack_kernels import dequantize_rows, quantize_rows
 from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu

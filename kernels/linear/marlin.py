@@ -22,7 +22,7 @@ from headway.core.contract.support import YES, Support
 from headway.core.contract.weights import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, Weight, unpacked
 from headway.kernels.linear.choice import CUTLASS, MARLIN
 from headway.kernels.linear.cuda_products import BLOCK, float8_scales
-from headway.kernels.linear.forms import FusedKernel
+from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.linear.gpu_kernels import Float8Operand, ScaledMM, round_rows
 from headway.kernels.linear.product_kernels import DEVICES
 from headway.kernels.runtime.compiled_library import BoundOperator

@@ -27,7 +27,8 @@ from headway.core.contract.linear import FUSED, LinearCapabilities, LinearSpec
 from headway.core.contract.support import Support
 from headway.core.contract.weights import FORMATS
 from headway.kernels.linear.choice import GEMV
-from headway.kernels.linear.forms import FusedKernel, Operand
+from headway.kernels.linear.forms import Operand
+from headway.kernels.linear.fused_kernel import FusedKernel
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, can_launch, shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
