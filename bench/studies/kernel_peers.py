@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
-from headway.backends.flash_attn_3_library import find_library
+from headway.backends.flash_attn_3 import find_library
 from headway.bench.kernel.contenders import Call, KernelPeer
 from headway.bench.studies.command import run_study
 from headway.cli.measure.bench_kernel import measure_attention, takes_kernel_options

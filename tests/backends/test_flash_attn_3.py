@@ -13,8 +13,7 @@ import backend_cases
 from backend_cases import CASES, SPECS, spec
 from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
 from headway.backends import flash_attn_3 as module
-from headway.backends.flash_attn_3 import FlashAttention3
-from headway.backends.flash_attn_3_library import Library, Operators
+from headway.backends.flash_attn_3 import FlashAttention3, Library, Operators
 from headway.core.contract.backend import StepLimits, fits
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fake_flash_attn_3 import FlashAttn3
-from headway.backends import flash_attn_3_library as child
-from headway.backends import flash_attn_3_library as library
-from headway.backends.flash_attn_3_library import SEARCH, Operators, registered
+from headway.backends import flash_attn_3 as child
+from headway.backends import flash_attn_3 as library
+from headway.backends.flash_attn_3 import SEARCH, Operators, registered
 from headway.core.contract.support import YES, Support
 from headway.kernels.runtime import compiled_library
 from headway.kernels.runtime.compiled_library import LibraryCandidate, LibrarySearch, ask

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fake_flash_attn_3 import FlashAttn3
-from headway.backends.flash_attn_3_library import Library, Operators
+from headway.backends.flash_attn_3 import Library, Operators
 from headway.bench.kernel import products
 from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.kernel.linear_kernels import FORMS, LinearCandidates, ProductLayers, TimedProduct
