@@ -1,4 +1,4 @@
-"""Child process that tries structured outputs for `grammar_queue`, with limits on CPU time, memory and stack."""
+"""Child process that tries structured outputs for `grammar`, with limits on CPU time, memory and stack."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.models.checkpoints.locate import RECOMMENDED_SAMPLING
-from headway.requests.chat_template import chat_prompt
-from headway.requests.control_tokens import ControlTokens
+from headway.requests.chat_template import ControlTokens, chat_prompt
 from headway.requests.prompts import Message, ParsedPrompt, Prompt, parse_prompts, whole_text
 
 _DEFAULTS: Final = {

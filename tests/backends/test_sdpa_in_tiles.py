@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.backends.sdpa import SDPA, SDPAMath
-from headway.backends.sdpa_in_tiles import attend_in_tiles
+from headway.backends.sdpa import SDPA, SDPAMath, attend_in_tiles
 from headway.contract import NHD, AttentionSpec, Invariance
 from headway.core.contract.layout import write_rows
 from headway.core.oracle.cases import make_case

@@ -18,8 +18,7 @@ from headway.core.contract.text_plugins import LogitsProcessorInfo
 from headway.core.engine.data.stats import LaunchFacts
 from headway.core.engine.data.step import Sampled, SampledExtras, StartedRow
 from headway.core.sampling.batch_processors import ENGINE_PROCESSORS, ProcessorBatch
-from headway.core.sampling.grammar import Grammar, GrammarCompiler, GrammarError
-from headway.core.sampling.grammar_queue import GrammarQueue
+from headway.core.sampling.grammar import Grammar, GrammarCompiler, GrammarError, GrammarQueue
 from headway.core.sampling.logprobs import Scores, TokenLogprobs
 from headway.core.sampling.params import LogitsProcessor, SamplingParams
 

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.ecma_regex import rust_regex
-from headway.core.sampling.grammar import GrammarCompiler, GrammarError, grammar_text
-from headway.core.sampling.grammar_queue import SMALL_FORM_BYTES, GrammarQueue
+from headway.core.sampling.grammar import SMALL_FORM_BYTES, GrammarCompiler, GrammarError, GrammarQueue, grammar_text
 from headway.core.sampling.structured import MOST_FORM_BYTES, MOST_SCHEMA_LEVELS, StructuredOutputsParams
 from sandbox import save_tiny_model
 

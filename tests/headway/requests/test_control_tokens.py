@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from headway import LLM
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.detokenizer import Detokenizer
-from headway.requests.chat_template import chat_prompt
-from headway.requests.control_tokens import ControlTokens
+from headway.requests.chat_template import ControlTokens, chat_prompt
 from headway.requests.request_state import TextBytes, TokenBytes
 
 CHATML = (
