@@ -18,7 +18,7 @@ from headway.models.config import (
     StateConfig,
     TensorNames,
 )
-from headway.models.families import dense, experts, hybrid, mamba
+from headway.models.families import dense, experts, hybrid
 from headway.models.families.dense import FULL, SLIDING, config_of_layer, layer_kinds
 from headway.models.families.rope import read_rope
 
@@ -38,11 +38,11 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "bamba": Family("BambaForCausalLM", mamba.bamba, mamba.BAMBA_NAMES, windowed=False, partial_rotary=True),
+    "bamba": Family("BambaForCausalLM", hybrid.bamba, hybrid.BAMBA_NAMES, windowed=False, partial_rotary=True),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", experts.deepseek, windowed=False),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", experts.deepseek, windowed=False),
     "diffllama": Family("DiffLlamaForCausalLM", dense.diffllama, windowed=False),
-    "falcon_h1": Family("FalconH1ForCausalLM", mamba.falcon_h1, mamba.FALCON_H1_NAMES, windowed=False),
+    "falcon_h1": Family("FalconH1ForCausalLM", hybrid.falcon_h1, hybrid.FALCON_H1_NAMES, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", lambda config: {**dense.gemma2(config), "qk_norm": "head"}, dense.GEMMA2_NAMES),
@@ -51,8 +51,8 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family("GPT2LMHeadModel", dense.gpt2, dense.GPT2_NAMES, windowed=False),
     "gpt_oss": Family("GptOssForCausalLM", experts.gpt_oss, experts.GPT_OSS_NAMES),
     "granite": Family("GraniteForCausalLM", dense.granite, windowed=False),
-    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", mamba.granite_hybrid, mamba.GRANITE_HYBRID_NAMES, windowed=False),
-    "jamba": Family("JambaForCausalLM", mamba.jamba, mamba.JAMBA_NAMES, windowed=False),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", hybrid.granite_hybrid, hybrid.GRANITE_HYBRID_NAMES, windowed=False),
+    "jamba": Family("JambaForCausalLM", hybrid.jamba, hybrid.JAMBA_NAMES, windowed=False),
     "kimi_linear": Family("KimiLinearForCausalLM", hybrid.kimi_linear, hybrid.KIMI_NAMES, windowed=False),
     "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
@@ -60,7 +60,7 @@ FAMILIES: dict[str, Family] = {
     "minimax": Family("MiniMaxForCausalLM", hybrid.minimax, hybrid.MINIMAX_NAMES),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
-    "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),
+    "nemotron_h": Family("NemotronHForCausalLM", hybrid.nemotron_h, hybrid.NEMOTRON_H_NAMES, windowed=False),
     "olmo2": Family("Olmo2ForCausalLM", dense.olmo2, dense.OLMO2_NAMES, windowed=False),
     "olmo_hybrid": Family("OlmoHybridForCausalLM", hybrid.olmo_hybrid, hybrid.OLMO_HYBRID_NAMES, windowed=False),
     "opt": Family("OPTForCausalLM", dense.opt, dense.OPT_NAMES, windowed=False),
