@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -104,11 +104,11 @@ class LiveStats:
     """Display of an engine's state on stderr, in the terminal's last row outside the scroll region (DECSTBM). If stderr is not a
     terminal, the state is printed as lines."""
 
-    def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
+    def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True) -> None:
         """stats: returns the engine's statistics. shown: False disables the display."""
         self._stats = stats
         self._shown = shown
-        self._out = sys.stderr if out is None else out
+        self._out = sys.stderr
         self._in_place = self._out.isatty() and os.get_terminal_size(self._out.fileno()).lines > 1  # 0 means unknown
         self._rows = 0
 

@@ -19,7 +19,7 @@ CORE_PHASE: dict[str, Phase] = {
 """Phase in a table -> phase in the contract. Verification is DECODE with several query tokens."""
 
 
-def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] = tuple(Phase)) -> CostTable:
+def to_costs(table: CrossoverTable, phases: Collection[Phase] = tuple(Phase)) -> CostTable:
     """Return the times of a kernel-level table. Backends that failed their self-test are excluded with the reason. phases: as in
     `CostTable`.
 
@@ -53,7 +53,7 @@ def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] 
         if cell.phase in CORE_PHASE
     ]
     excluded = {record.name: record.reason for record in table.kernels if record.available and record.reason}
-    return CostTable(samples, table.noise, source or source_of(table), excluded, phases)
+    return CostTable(samples, table.noise, source_of(table), excluded, phases)
 
 
 _SOURCES = {"attention": "crossover table of", "state": "state table of"}
