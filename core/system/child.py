@@ -1,22 +1,26 @@
-"""Child processes that answer in lines of JSON. A child that crashes, hangs, prints or exits does not affect the parent."""
+"""Child processes that answer in lines of JSON, and socket pairs that carry objects between processes.
+
+A child that crashes, hangs, prints or exits does not affect the parent.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import math
 import os
+import pickle
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, TextIO
+from contextlib import contextmanager, suppress
+from typing import IO, Any, Final, TextIO
 
 _TAIL = 300  # Maximum characters of a dead process's last line
 _DUMP_SECONDS = 0.5  # Seconds for a hanging process to write its stack
@@ -42,7 +46,7 @@ def how_it_ended(code: int) -> str:
     """Return a description of a `subprocess` exit code, such as "was killed by SIGSEGV" or "exited with code 3"."""
     if code >= 0:
         return f"exited with code {code}"
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"
 
@@ -95,7 +99,7 @@ class Child:
         held."""
         if held is (self._held_since is not None):
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGSTOP if held else signal.SIGCONT)
         now = time.monotonic()
         self._held_seconds += 0.0 if self._held_since is None else now - self._held_since
@@ -108,7 +112,7 @@ class Child:
     def send(self, request: object) -> None:
         """Write a request. If the process has ended, no error is raised until `answer` is called."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -131,20 +135,20 @@ class Child:
                 stderr = self.stderr_text()
                 self.stop()
                 raise ChildDied(f"no answer within {timeout:.3g} s", stderr, timed_out=True) from None
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 read = message_of(line)
                 if isinstance(read, dict):
                     return read
 
     def stop(self) -> None:
         """Kill the process and all its descendants."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         streams: list[IO[bytes] | None] = [self.process.stdin, self.process.stdout]
         for stream in streams:
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # bytes that were not sent yet
+                with suppress(BrokenPipeError):  # bytes that were not sent yet
                     stream.close()
         self._errors.close()
         self._rest = b""
@@ -158,7 +162,7 @@ class Child:
 
     def _dump_stack(self) -> None:
         """Make a process that uses faulthandler write its stack to stderr."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self.process.send_signal(signal.SIGABRT)
             self.process.wait(_DUMP_SECONDS)
 
@@ -215,3 +219,42 @@ def stack_size(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
+
+
+_BUFFER: Final = 4 * 2**20  # Bytes that the system may buffer, so that sending seldom waits for the reader
+
+
+class Wire:
+    """One end of a socket pair that carries objects between processes that trust each other. Any thread may send, but only one
+    thread may receive."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self._socket = sock
+        self._file = sock.makefile("rb", buffering=2**20)
+        self._guard = threading.Lock()
+
+    def send(self, message: object) -> None:
+        """Send an object.
+
+        :raises PicklingError, AttributeError, TypeError: if the object cannot be pickled.
+
+        :raises OSError: if the socket is closed.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._guard:
+            self._socket.sendall(data)
+
+    def receive(self) -> Any:
+        """Wait for the next object and return it. :raises EOFError, OSError: if the other end is closed."""
+        try:
+            return pickle.load(self._file)
+        except pickle.UnpicklingError as error:  # the sender was killed in the middle of a message
+            raise EOFError(str(error)) from error
+
+    def close(self) -> None:
+        """Close this end. A thread that waits in `receive` gets an EOFError."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

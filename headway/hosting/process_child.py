@@ -16,9 +16,9 @@ from threading import Event, Thread
 from typing import Any
 
 from headway.core.engine.data.step import OutputDelta
+from headway.core.system.child import Wire
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.system_errors import escape_unencodable, open_closed_streams
-from headway.core.system.wire import Wire
 from headway.hosting.host import EngineDeadError, EngineThread
 from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult
 from headway.machine.process import SWITCH_INTERVAL
@@ -96,7 +96,7 @@ class EngineChild:
         now = time.monotonic()
         if deltas or now >= self._next_sign:  # many steps of a long prompt give no token
             self._next_sign = now + _SIGN_INTERVAL
-            self._send(StepOutputs.of(deltas, self._host.num_sequences))
+            self._send(StepOutputs([tuple(each) for each in deltas], self._host.num_sequences))
         return ()
 
     def _died(self, error: EngineDeadError) -> None:

@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import OutputDelta
-from headway.core.system.child import how_it_ended
-from headway.core.system.wire import Wire
+from headway.core.system.child import Wire, how_it_ended
 from headway.hosting.driver import EngineDriver, Listener
 from headway.hosting.host import EngineDeadError, EngineHost, Task, abort_request
 from headway.hosting.process_messages import (

@@ -11,14 +11,12 @@ import socket
 import subprocess
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headway.core.system.child import module_path, python_command
-from headway.core.system.wire import Wire
+from headway.core.system.child import Wire, module_path, python_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headway.core.engine.data.step import OutputDelta
     from headway.hosting.driver import EngineDriver
     from headway.hosting.host import EngineFacts
 
@@ -93,11 +91,6 @@ class StepOutputs(NamedTuple):
     """Each OutputDelta as a plain tuple, which pickles in a third of the time."""
     num_sequences: tuple[int, int]
     """Numbers of running and waiting sequences."""
-
-    @classmethod
-    def of(cls, deltas: list[OutputDelta], num_sequences: tuple[int, int]) -> StepOutputs:
-        """Make the message for a step."""
-        return cls([tuple(each) for each in deltas], num_sequences)
 
 
 class EngineFault(NamedTuple):

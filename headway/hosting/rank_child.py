@@ -30,10 +30,10 @@ from headway.core.engine.ranks.rank_messages import (
     StartRank,
     decode,
 )
+from headway.core.system.child import Wire
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.shared_ring import LifeSigns, RingReader
 from headway.core.system.system_errors import escape_unencodable, open_closed_streams, system_error_text
-from headway.core.system.wire import Wire
 from headway.machine.process import TRIM_INTERVAL, freeze_heap, trim_memory
 
 if TYPE_CHECKING:

@@ -39,9 +39,8 @@ from headway.core.engine.ranks.rank_messages import (
     pickled,
 )
 from headway.core.engine.ranks.torch_ranks import CollectiveError, TorchRanks, make_store
-from headway.core.system.child import how_it_ended, module_path, python_command
+from headway.core.system.child import Wire, how_it_ended, module_path, python_command
 from headway.core.system.shared_ring import LifeSigns, RingSize, RingWriter, shared_memory
-from headway.core.system.wire import Wire
 
 log = logging.getLogger("headway")
 

@@ -43,7 +43,7 @@ class AdapterTable:
         :raises ConfigError: if the ID is taken or the adapter is not supported.
         """
         known = self._find(request) or self._remember(request, adapter)
-        self._trim()
+        self.reader.trim(self._unfinished)
         return known
 
     def claim(self, request: LoRARequest, count: int) -> KnownAdapter:
@@ -56,7 +56,7 @@ class AdapterTable:
             self.reader.keep(known.request, digest=known.digest)
         known.num_unfinished += count
         self._unfinished[known.digest] += count
-        self._trim()
+        self.reader.trim(self._unfinished)
         return known
 
     def _find(self, request: LoRARequest) -> KnownAdapter | None:
@@ -83,7 +83,7 @@ class AdapterTable:
         if adapter.num_unfinished == 0:
             if adapter.leaving and self._by_id.get(adapter.request.lora_int_id) is adapter:
                 del self._by_id[adapter.request.lora_int_id]
-            self._trim()
+            self.reader.trim(self._unfinished)
 
     def remove(self, adapter_id: int) -> bool:
         """Forget an adapter. Unfinished requests continue with it. Returns False if the ID is unknown."""
@@ -93,7 +93,7 @@ class AdapterTable:
         known.leaving = True
         if known.num_unfinished == 0:
             del self._by_id[adapter_id]
-            self._trim()
+            self.reader.trim(self._unfinished)
         return True
 
     def occupy(self, adapter: KnownAdapter) -> int | None:
@@ -132,9 +132,6 @@ class AdapterTable:
             return self._free.pop(0)
         oldest = next((digest for digest in self._slot_of if digest not in self._running), None)
         return None if oldest is None else self._slot_of.pop(oldest)
-
-    def _trim(self) -> None:
-        self.reader.trim(self._unfinished)
 
     def check_integrity(self) -> None:
         """Assert that each slot is free or contains one adapter, and that every running adapter has a slot."""
