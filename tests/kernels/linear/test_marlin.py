@@ -12,7 +12,7 @@ from torch import Tensor
 from fake_vllm_library import RELEASES, FakeVllmLibrary
 from headway.core.contract.weights import QuantizedWeight
 from headway.kernels.linear.choice import spec_of
-from headway.kernels.linear.marlin import Marlin
+from headway.kernels.linear.gpu_kernels import Marlin
 from headway.kernels.runtime import vllm_library
 from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS_8
 from quantized_weights import float8, int4, int8, mxfp4

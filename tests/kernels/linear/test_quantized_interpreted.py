@@ -10,9 +10,8 @@ from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
 from headway.kernels.linear.choice import spec_of
-from headway.kernels.linear.gpu_kernels import dequantize, round_rows
+from headway.kernels.linear.gpu_kernels import Cutlass, dequantize, round_rows
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.marlin import Cutlass
 from headway.kernels.linear.quantized import QuantizedTiling, TritonKernel
 from headway.kernels.runtime import vllm_library
 from headway.kernels.runtime.triton_launch import Launchers
