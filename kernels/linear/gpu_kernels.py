@@ -1,5 +1,5 @@
-"""GPU GEMM kernels that libraries provide: torch's scaled_mm with x rounded to FP8, cuBLAS after dequantizing the weight, and vLLM's
-Marlin and CUTLASS over weights of 4 and 8 bits."""
+"""GPU GEMM kernels that libraries provide: torch's scaled_mm with x rounded to FP8, cuBLAS after dequantizing the weight, and
+vLLM's Marlin and CUTLASS over weights of 4 and 8 bits."""
 
 from __future__ import annotations
 
