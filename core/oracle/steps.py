@@ -53,7 +53,8 @@ class Foreign:
             self.bases = _from(cache, first)
             return
         if memory in ("spaced", "far"):
-            self.cache, bases = _apart(cache, first_far(spec, block_size) if memory == "far" else 0)
+            apart, bases = _apart(cache, first_far(spec, block_size) if memory == "far" else 0)
+            self.cache = apart
             self.bases = _from(self.cache, first) if first else bases
             return
         if any(axes[0] != "block" for axes in layout.tensors.values()):

@@ -369,8 +369,7 @@ def _stand_in(name: str, reason: str) -> type:
 
 
 def _reason(module: str) -> str | None:
-    """Return the reason why a module is missing, taken from the table's entry for the module or its nearest parent. None if there
-    is no entry."""
+    """Return the reason why a module is missing, from the table's entry for it or its nearest parent. None without an entry."""
     parts = module.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((LACKING_MODULES[each] for each in above if each in LACKING_MODULES), None)
