@@ -14,7 +14,7 @@ from headway.core.contract.support import YES, Support
 
 
 class Work(Protocol):
-    """All-reduce that has been started."""
+    """All-reduce that has been started. `wait` must be called, even after an error."""
 
     def wait(self) -> None:
         """Make the device's current stream, not the host, wait for the sum."""

@@ -1,8 +1,8 @@
 """All-reduce by copy engines: transfers overlap with other kernels, because they need no multiprocessor.
 
-Each rank copies every other rank's share of its tensor into that rank's memory, sums its own share in one short launch, and
-copies the other ranks' sums into its tensor. Between these steps, the stream writes flags and waits for them (stream memory
-operations of the driver).
+Each rank copies share r of its tensor into the memory of rank r, for every other rank r. It sums its own share in one short
+launch, and copies the other ranks' sums into its tensor. Between these steps, the stream writes flags and waits for them (stream
+memory operations of the driver).
 
 Summands have a stream of their own, so that they are sent while the stream of sums still waits for earlier calls. Calls use the
 parts ("slots") of the shared memory in turn. A rank sends summands for a slot only after it has copied the sums of the slot's
@@ -68,7 +68,7 @@ def sum_own_share(
 
 
 CAPACITY: Final = 2**25
-"""Maximum size of a tensor, in bytes. A call takes 0.3 ms of the host's time, which limits smaller tensors."""
+"""Maximum size of a tensor, in bytes. A call takes 0.3 ms of the host's time, so smaller tensors are not faster."""
 SLOTS: Final = 2
 """Number of calls that can be under way at once."""
 _BLOCK_BYTES: Final = 8192
@@ -177,6 +177,8 @@ class CopyAllReduce(PeerKernel, AsyncAllReduceKernel):
         self._sums = torch.cuda.Stream(device, priority=-1)  # so that sums run before the next linear layer
         self._side = torch.cuda.Stream(device)  # so that `abort` can run while the others wait
         self._ends: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._context = ctypes.c_void_p()  # for the thread that aborts
+        call("cuCtxGetCurrent", ctypes.byref(self._context))
         self._turn = 0
         sent, summed = self._operations(0), self._operations(1)
         self._tell_summands = _Batch(self._sends, sent[0])
@@ -210,7 +212,9 @@ class CopyAllReduce(PeerKernel, AsyncAllReduceKernel):
         return CopiedSum(done, self._device, x)
 
     def abort(self) -> None:
-        """Make calls that wait for other ranks go on; their sums are undefined. Any thread may call this."""
+        """Make calls that wait for other ranks go on; their sums are undefined. Any thread may call this, once the other ranks
+        have ended: their writes would replace the numbers of this method."""
+        call("cuCtxSetCurrent", self._context)
         flags, value = ctypes.c_uint64(self._flag(self._rank, 0, 0)), ctypes.c_uint32(self._turn + _ENDED)
         call("cuMemsetD32Async", flags, value, ctypes.c_size_t(2 * self._size), ctypes.c_void_p(self._side.cuda_stream))
 
@@ -223,7 +227,7 @@ class CopyAllReduce(PeerKernel, AsyncAllReduceKernel):
         return self._addresses[rank] + _flags_at(self._size) + (part * self._size + source) * _FLAG
 
     def _operations(self, part: int) -> tuple[list[_MemoryOperation], list[_MemoryOperation]]:
-        """Return the writes that tell other ranks of this rank's summands (0) or sums (1), and the waits for theirs."""
+        """Return the writes that announce this rank's summands (0) or sums (1) to the other ranks, and the waits for theirs."""
         writes = [_MemoryOperation(_WRITE, self._flag(other, part, self._rank)) for other in self._others]
         return writes, [_MemoryOperation(_WAIT, self._flag(self._rank, part, other)) for other in self._others]
 

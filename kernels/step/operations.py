@@ -180,7 +180,7 @@ class Operations(Protocol):
         """Prepare a norm and the next linear layer. This is called once, before any step. The returned pair gives the same
         results as the arguments.
 
-        The pair may only be used in `norm_qkv` with a rotary embedding, and in `norm_gated_product`.
+        The pair may only be used in `norm_qkv` with a rotary embedding, in `norm_gated_product`, and in `norm` before `product`.
         """
         return norm, linear
 

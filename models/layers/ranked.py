@@ -79,7 +79,10 @@ class RankedOperations:
         """Apply a norm (if any), a gated linear layer and its activation."""
         if not self._started:
             return self._inner.norm_gated_product(x, norm, linear, activation)
-        return self._inner.activated(self._norm_product_by_chunk(x, norm, linear), activation, True)
+        if isinstance(linear.weight, Tensor):
+            return self._inner.activated(self._norm_product_by_chunk(x, norm, linear), activation, True)
+        # A quantized weight may have a kernel and a layout for this operation that `product` does not share.
+        return torch.cat([self._inner.norm_gated_product(x[rows], norm, linear, activation) for rows in self._arriving()])
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
@@ -141,10 +144,10 @@ class RankedOperations:
 
 
 def _chunks(x: Tensor, kernel: AsyncAllReduceKernel) -> list[slice]:
-    """Return equal chunks of rows, as large as the kernel supports; none if x has less than two of them."""
+    """Return equal chunks of rows, as large as the kernel supports; none if x has fewer rows than two chunks."""
     rows = len(x)
     most = (kernel.capabilities.max_bytes or x.nbytes) // x[:1].nbytes if rows else 0
-    if rows < 2 * most or not kernel.takes(x[:1]):
+    if rows < 2 * most or not x.is_contiguous() or not kernel.takes(x[:1]):
         return []
     size = -(-rows // -(-rows // most))
     return [slice(first, first + size) for first in range(0, rows, size)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -156,10 +157,10 @@ class TorchRanks:
 
     def abort(self) -> None:
         """Make calls that wait for other ranks fail. Any thread may call this."""
-        for each in self.sums:
-            each.abort()
-        if self._overlapped is not None:
-            self._overlapped.abort()
+        # The group's kernel is last: it may raise, or wait for the work of the others.
+        for each in (*([] if self._overlapped is None else [self._overlapped]), *self.sums):
+            with suppress(Exception):
+                each.abort()
 
 
 def _collective(call: Callable[[], Any]) -> None:

@@ -147,6 +147,8 @@ class FakeStreams:
 
     def call(self, function: str, *given: Any) -> None:
         """Do what the driver does."""
+        if function in ("cuCtxGetCurrent", "cuCtxSetCurrent"):
+            return
         values = [getattr(each, "value", each) for each in given]
         if function == "cuMemcpyDtoDAsync_v2":
             to, source, count, stream = values
@@ -163,10 +165,11 @@ class FakeStreams:
                 self.made[stream].queue.append(memory_operation(each.operation, each.address, each.value))
 
     def run(self, chance: random.Random) -> int:
-        """Work until nothing is left or all streams wait. Return how much is left."""
+        """Work until nothing is left or all streams wait. Some streams are much slower than others. Return how much is left."""
         waiting: set[int] = set()
+        speeds = {number: 100 ** chance.random() for number in self.made}
         while busy := [each for each in self.made.values() if each.queue and each.cuda_stream not in waiting]:
-            stream = chance.choice(busy)
+            (stream,) = chance.choices(busy, [speeds[each.cuda_stream] for each in busy])
             if stream.queue[0]():
                 stream.queue.pop(0)
                 waiting.clear()
@@ -187,27 +190,39 @@ def memory_operation(operation: int, address: int, value: int) -> Work:
     return run
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_copies_give_all_ranks_the_sums_in_any_order_of_streams(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """All calls are under way at once, so that slots are used again while other ranks still read them."""
+    """Several calls are under way at once. Summands and residuals are written late, and summands are overwritten after `wait`."""
     streams, chance = FakeStreams(monkeypatch, copy_kernels), random.Random(seed)
     device, shared = torch.device("cpu"), [torch.zeros(CopyAllReduce.shared_bytes(SIZE), dtype=torch.uint8) for _ in range(SIZE)]
     ranks = [CopyAllReduce(rank, device, [each.data_ptr() for each in shared], None) for rank in range(SIZE)]
     own, dtype = [FakeStream(streams) for _ in ranks], (torch.float32, torch.bfloat16)[seed % 2]
-    calls = []
-    for count, adds in ((5000, False), (16, True), (4000, True), (8, False), (2400, True), (7000, False), (40, True)):
-        parts, onto = torch.randn(SIZE, count).to(dtype), torch.randn(count).to(dtype).repeat(SIZE, 1)
-        expected = parts.double().sum(0) + onto[0].double() * adds
-        calls.append((onto if adds else parts, expected))
+    found: list[list[Tensor]] = [[] for _ in ranks]
+    expected, kept = list[Tensor](), list[Tensor]()
+    for counts in ((5000, 16, 4000), (8, 2400), (7000, 40, 40, 1200)):
+        parts = [torch.randn(SIZE, count).to(dtype) for count in counts]
+        residuals = [torch.randn(count).to(dtype) for count in counts]
+        expected += [part.double().sum(0) + first.double() for part, first in zip(parts, residuals, strict=True)]
         for rank in chance.sample(range(SIZE), SIZE):
-            assert ranks[rank].takes(parts[rank])
             with streams.within(own[rank]):
-                ranks[rank].start(parts[rank], onto[rank] if adds else None)
+                started = []
+                for part, first in zip(parts, residuals, strict=True):
+                    x, onto = torch.full_like(first, torch.nan), torch.full_like(first, torch.nan)
+                    own[rank].put(lambda to=x, by=part[rank]: to.copy_(by))
+                    own[rank].put(lambda to=onto, by=first: to.copy_(by))
+                    assert ranks[rank].takes(x)
+                    started.append((ranks[rank].start(x, onto), x, onto))
+                for work, x, onto in started:
+                    work.wait()
+                    own[rank].put(lambda of=onto, to=found[rank]: to.append(of.clone()))
+                    own[rank].put(lambda to=x: to.fill_(torch.nan))
+                    kept += [x, onto]
     assert streams.run(chance) == 0
-    for found, expected in calls:
-        assert all(torch.equal(row, found[0]) for row in found)
+    for number, right in enumerate(expected):
+        sums = [of_rank[number] for of_rank in found]
+        assert all(torch.equal(each, sums[0]) for each in sums)
         # The interpreter cuts bits off where a GPU rounds.
-        assert (found[0].double() - expected).abs().max() <= expected.abs().max() * (1e-6 if dtype == torch.float32 else 2**-6)
+        assert (sums[0].double() - right).abs().max() <= right.abs().max() * (1e-6 if dtype == torch.float32 else 2**-6)
 
 
 def test_copies_end_without_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import hybrid_models
 import plain_models
 from dense_attention import DenseAttention
 from engine_logits import save_random
+from headway.core.contract.adapters import AdapterSlots, rows_with
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layer import Invariance
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -22,6 +25,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models.checkpoints import tensor_files as files_module
 from headway.models.families.families import FAMILIES, read_decoder_config
+from headway.models.layers.ranked import RankedOperations
 from headway.models.loader import LoadOptions, load_model
 from headway.models.shard import ModelShard
 from plain_models import ROWS as PLAIN
@@ -94,6 +98,44 @@ def test_long_prompts_are_summed_in_equal_chunks_of_rows(tmp_path: Path) -> None
         return found
 
     assert on_ranks(2, rows) == [[6, 6, 6] * 6] * 2  # a row has 192 bytes, so that a sum has at most 6 rows
+
+
+def test_a_quantized_gated_layer_runs_as_one_operation_in_chunks() -> None:
+    inner: Any = MagicMock()
+    inner.product.side_effect = lambda x, _: x.clone()
+    inner.add_products.side_effect = lambda x, _: x
+    inner.norm_gated_product.side_effect = lambda x, *_: x[:, :4] * 3
+    ranks = SimpleNamespace(size=2, all_reduce=lambda x, onto: onto.add_(2 * x))
+    ranks.overlapped = LateSum(ranks)
+    operations, x = RankedOperations(inner, ranks), torch.randn(90, 8)
+    found = operations.add_product(torch.ones(90, 8), x, SimpleNamespace(summed=True))
+    gated = operations.norm_gated_product(found, None, SimpleNamespace(weight="quantized"), "silu")
+    torch.testing.assert_close(gated, (1 + 2 * x[:, :4]) * 3)
+    assert ranks.overlapped.rows == [30, 30, 30]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_adapters_are_added_to_whole_steps(tmp_path: Path, adapted: bool) -> None:
+    save_random(PLAIN["llama"], tmp_path)
+    slots = torch.tensor([0] * 5 + [-1] * 4 + [1] * 9, dtype=torch.int32) if adapted else None
+    whole = on_ranks(2, lambda ranks: adapted_step(tmp_path, ranks, slots)[0])
+    late = on_ranks(2, lambda ranks: adapted_step(tmp_path, with_late_sums(ranks), slots))
+    torch.testing.assert_close(late[0][0], whole[0], rtol=0, atol=4e-5)
+    assert late[0][1] == (0 if adapted else 18), "sums that overlapped"
+
+
+def adapted_step(folder: Path, ranks: Any, slots: Tensor | None) -> tuple[Tensor, int]:
+    """Hidden states of a prompt, and the number of sums that overlapped."""
+    options = LoadOptions(slots=AdapterSlots(2, 4))
+    model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks, options=options).decoder
+    for product in model.adapters.products.values():
+        product.a.fill_(0.1)
+        product.b.fill_(0.1)
+    attention = DenseAttention(model)
+    attention.begin([(0, 18)])
+    with rows_with(model.adapters, slots):
+        hidden: Tensor = model(torch.arange(3, 21), torch.arange(18), attention)
+    return hidden, 0 if ranks.overlapped is None else len(ranks.overlapped.rows)
 
 
 def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:

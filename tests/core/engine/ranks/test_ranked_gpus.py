@@ -36,11 +36,12 @@ def test_two_gpus_write_what_one_writes(enforce_eager: bool) -> None:
     assert written[0] == written[1]
 
 
-def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
+def test_a_model_over_two_gpus_writes_what_it_writes_on_one(caplog: pytest.LogCaptureFixture) -> None:
     """In float32, in which the order of a sum hardly ever turns one token into another. The long prompt is summed in chunks."""
     prompts = [{"prompt_token_ids": [number + 5, 17, 3 + number * number]} for number in range(6)]
     prompts.append({"prompt_token_ids": [number * number % 997 for number in range(17_000)]})
     written = []
+    caplog.set_level("INFO", "headway")
     for size in (1, 2):
         llm = LLM("qwen3-0.6b", load_format="dummy", dtype="float32", tensor_parallel_size=size, max_model_len=18_432,
                   max_num_batched_tokens=18_432, autotune_budget=0, kv_cache_memory="5GiB", skip_tokenizer_init=True)  # fmt: skip
@@ -49,6 +50,7 @@ def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
         written.append([each.outputs[0].token_ids for each in outputs])
         del llm
     assert written[0] == written[1]
+    assert "copies: overlaps with" in caplog.text
 
 
 WITHOUT_PEERS = """
