@@ -356,7 +356,8 @@ def explain(
     plain, sections = _explain_kinds(selector, kind, shape, tables, registry.able(kind.device))
     plan = selector.plan() if kind.cached else []
     if tensor_parallel_size > 1:
-        plain["all_reduce"] = explain_sums(registry.all_reduce, RankGroup(0, tensor_parallel_size, kind.device))
+        group = RankGroup(0, tensor_parallel_size, kind.device)
+        plain["all_reduce"] = explain_sums(registry.all_reduce, group, in_order=deterministic)
         sections.append(kernel_section(plain["all_reduce"]))
     if kind.states:
         plain["states"], section, rows = explain_states(kind.states, registry, config.state_request, asked)

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,6 +183,8 @@ def test_sums_are_explained_as_linear_layers_are() -> None:
     assert (found["ways"], found["by"], found["refused"]) == ({1: "gloo"}, "no other kernel runs here", {})
     (row,) = kernel_section(found).rows
     assert row.cells == ("gloo", "from 1 on")
+    (row,) = kernel_section(explain_sums(kernels, RankGroup(0, 2, CPU), in_order=True)).rows
+    assert row.cells == ("all-gather", "from 1 on")
     assert kernels.supports("gloo", RankGroup(0, 2, torch.device("cuda", 0))).brief == "device: needs cpu, got cuda"
 
 
@@ -226,11 +229,8 @@ def test_ranks_choose_by_the_times_of_rank_0(
 
 
 class Beside(Doubling, AsyncAllReduceKernel):
-    """Overlaps with other kernels, as far as ranks can tell."""
-
     def start(self, x: Tensor, onto: Tensor | None = None) -> SimpleNamespace:
-        found = Doubling.__call__(self, x, onto)
-        return SimpleNamespace(wait=lambda: found)
+        return SimpleNamespace(wait=partial(Doubling.__call__, self, x, onto))
 
 
 def test_an_all_reduce_that_overlaps_is_checked_but_not_chosen_by_size(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,7 +41,6 @@ _CHECK_SECONDS = 30.0
 """Maximum seconds that a check waits for a sum, since a different rank may first have to compile the kernel."""
 _END = -1
 _OVERLAPS = "overlaps with the linear layers of prompts with thousands of tokens"
-"""Use of an `AsyncAllReduceKernel`, for messages."""
 log = logging.getLogger("headway")
 
 
@@ -79,18 +78,18 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
         log.info("all-reduce: %s%s", rule if ranks.times is None else describe_sums(ranks.times), more)
 
 
-def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup) -> dict[str, Any]:
+def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup, in_order: bool = False) -> dict[str, Any]:
     """Return the sizes from which each all-reduce kernel is used, the source of this choice, and the reasons against other
-    kernels.
-
-    Nothing is measured.
-    """
+    kernels. Nothing is measured. in_order: True if the ranks sum in rank order (deterministic mode)."""
+    common: dict[str, Any] = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}}
+    if in_order:
+        return {**common, "ways": {1: "all-gather"}, "refused": {}, "by": "deterministic mode, which adds in rank order"}
     found = {name: kernels.supports(name, spec) for name in kernels.meant_for(spec.device.type)}
     classes = {name: kernels.backend(name) for name, support in found.items() if support}
     overlapped = {name: _OVERLAPS for name, kernel in classes.items() if issubclass(kernel, AsyncAllReduceKernel)}
     able = {name: kernel.capabilities.max_bytes for name, kernel in classes.items() if name not in overlapped}
     refused = {name: support.brief for name, support in found.items() if not support}
-    common = {"sums": f"sums over {spec.size} ranks", "unit": BYTES.unit, "us": {}, "refused": refused, "overlapped": overlapped}
+    common |= {"refused": refused, "overlapped": overlapped}
     names, source = list(able), "the first that supports the tensor; the first start with this number of ranks measures"
     times = None
     if len(names) == 1:
