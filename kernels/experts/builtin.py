@@ -129,7 +129,7 @@ def builtin_kernels() -> Iterator[ExpertsKernelInfo]:
         yield info(f"dequantize+{name}", f"weights dequantised for {name}", "tiles:dequantizing", _TRITON, name)
     for rows in GROUPED_TILE_ROWS:
         summary = f"grouped GEMM over tiles of {rows} rows of an expert, quantised weights, wgmma (H100)"
-        yield info(f"cuda.lots{rows}", summary, "cuda_rows:cuda_grouped_gemm", _CUDA, rows)
+        yield info(f"cuda.lots{rows}", summary, "cuda_grouped_gemm:cuda_grouped_gemm", _CUDA, rows)
 
 
 def _load(place: str, arguments: tuple[object, ...]) -> Any:

@@ -16,17 +16,14 @@ from expert_layers import CONFIGS, FORMS, Layer
 from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import QuantizedWeight
 from headway.kernels.experts.builtin import GROUPED_TILE_ROWS, SKINNY_TILE_ROWS
-from headway.kernels.experts.cuda_rows import (
-    ExpertTilingRule,
-    ExpertVariant,
+from headway.kernels.experts.cuda_grouped_gemm import (
     GroupedVariant,
     cuda_grouped_gemm,
-    cuda_rows,
     expert_grouped_tiling,
-    expert_variant,
     grouped_variant,
     suits,
 )
+from headway.kernels.experts.cuda_rows import ExpertTilingRule, ExpertVariant, cuda_rows, expert_variant
 from headway.kernels.experts.weights import spec_of
 from headway.kernels.linear.cuda_products import ArrangedWeight, computes
 from headway.kernels.linear.cuda_variant import CudaTiling

@@ -27,14 +27,8 @@ from headway.core.contract.experts import ExpertsConfig
 from headway.core.contract.weights import QuantizedWeight
 from headway.core.system.files import cache_folder
 from headway.kernels.experts.builtin import most_blocks
-from headway.kernels.experts.cuda_rows import (
-    ExpertTilingRule,
-    ExpertVariant,
-    GroupedVariant,
-    expert_grouped_tiling,
-    expert_variant,
-    grouped_variant,
-)
+from headway.kernels.experts.cuda_grouped_gemm import GroupedVariant, expert_grouped_tiling, grouped_variant
+from headway.kernels.experts.cuda_rows import ExpertTilingRule, ExpertVariant, expert_variant
 from headway.kernels.experts.plain import Routed
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear import cuda_products
