@@ -36,7 +36,8 @@ from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor, SharedParts
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.offload.page_copier import PageCopier
-from headway.core.engine.ranks.rank_processes import RankedExecutor, RankProcesses
+from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.ranks.ranked_executor import RankedExecutor
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.deterministic import IndependentScheduler, prepare_deterministic

@@ -23,7 +23,8 @@ from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
 from headway.core.engine.loop import EngineLoop, EngineParts, make_engine
 from headway.core.engine.ranks.rank_messages import RankStart
-from headway.core.engine.ranks.rank_processes import RankedExecutor, RankProcesses
+from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.ranks.ranked_executor import RankedExecutor
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.select.request import LayerSpecs
 from headway.core.system.part_clock import PartClock
