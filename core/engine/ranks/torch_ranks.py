@@ -122,7 +122,7 @@ class TorchRanks:
     @property
     def overlapped(self) -> AsyncAllReduceKernel | None:
         """All-reduce that can overlap with other kernels now; see `Ranks`. Reading this counts as a collective call."""
-        if self._overlapped is None or AHEAD.get() is not None:  # ranks need not compile the same kernels ahead
+        if self._overlapped is None or AHEAD.get() is not None:  # the ranks may compile different kernels ahead
             return None
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None

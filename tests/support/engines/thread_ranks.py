@@ -91,7 +91,7 @@ class LateSum(AsyncAllReduceKernel):
 
     @classmethod
     def join(cls, group: RankGroup) -> Self:
-        raise NotImplementedError
+        return cls(group.process_group)
 
     def start(self, x: Tensor, onto: Tensor | None = None) -> LateResult:
         assert onto is not None
