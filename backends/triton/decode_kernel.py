@@ -246,7 +246,8 @@ def split_kv_decode(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
-    EARLY: tl.constexpr,  # the next kernel may start early
+    EARLY: tl.constexpr,  # the next kernel may start at once
+    LATE: tl.constexpr,  # the next kernel may start when the cached keys have been read
     AHEAD: tl.constexpr,  # number of key and value tiles prefetched to L2 before the wait; 0 means nothing is read before it
 ):
     """Attend to one chunk of keys. Grid (kv heads * query tiles, chunks). Query row r is token r // GROUP, head r % GROUP.
@@ -382,6 +383,8 @@ def split_kv_decode(
                 SCALED=SCALED, SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=True, HAS_WINDOW=HAS_WINDOW,
                 HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, RULE=RULE, DOT=DOT, PRECISION=PRECISION,
             )  # fmt: skip
+    if PDL and LATE:
+        gdc_launch_dependents()
     if NEW:  # noqa: SIM102 - only NEW is known at compile time
         if last:
             m, l, acc = fold_new(

@@ -81,8 +81,8 @@ def one_row(
             up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
     low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)
     if PDL:
+        gdc_launch_dependents()  # not earlier: the next kernel's loads must not precede this kernel's
         gdc_wait()
-        gdc_launch_dependents()  # not earlier: later kernels would compete for memory bandwidth with the current ones
     if ADD:  # loaded here instead of at its use, because the latency is as long as the GEMV
         residual = tl.load(y_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -154,7 +154,6 @@ def few_rows(
     BLOCK_HALF: tl.constexpr,  # HEAD_DIM / 2 rounded up to a power of two
     QK_NORM: tl.constexpr,
     DOT: tl.constexpr,  # type of the operands of tl.dot
-    EARLY: tl.constexpr,  # the next kernel may start at once, not only when x is there
     PDL: tl.constexpr,
 ):
     """y = W norm(x) + bias for `rows` rows on tensor cores (skinny GEMM, W x^T), with warps placed along K. Grid (cdiv(N,
@@ -162,6 +161,7 @@ def few_rows(
     """
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEP: tl.constexpr = BLOCK_K // SLICES
+    EARLY: tl.constexpr = BLOCK_M == 8  # complete steps with attention are faster with it at 8 rows, and as fast at 16
     if PDL and EARLY:
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -490,7 +490,6 @@ def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[Fi
             "SLICES": 4,
             "DEPTH": max(1, min(3, chunks, room // (2 * block_n if case.gated else block_n))),
             "DOT": case.dot,
-            "EARLY": block_m == 8,  # measured at 1, 8 and 16 rows: complete steps with attention are faster with it only at 8
         }
         launcher = FixedLauncher(few_rows, 4, device, constants)
     return launcher, triton.cdiv(case.out_features, block_n)
