@@ -244,7 +244,7 @@ class Idle:
         return lambda: None
 
 
-WEIGHT = ("LayerTensors.linear", "Linear.__call__", "Operations.product")
+WEIGHT = ("LayerTensors.linear", "Linear.__call__", "Fused.product")
 """Functions that read a layer's weight, and that multiply by it."""
 
 

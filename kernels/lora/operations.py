@@ -17,7 +17,7 @@ from headway.kernels.linear.choice import LinearChoice
 from headway.kernels.linear.linear import Linear
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import Heads, Norm, Operations, Rope, add_one_by_one
+from headway.kernels.step.operations import Heads, Norm, Operations, Rope
 
 log = logging.getLogger("headway")
 
@@ -232,7 +232,7 @@ class AdaptedOperations:
         adapters."""
         if all(self._adapted(x, linear) is None for x, linear in terms):
             return self._inner.add_products(residual, terms)
-        return add_one_by_one(self, residual, terms)
+        return Operations.add_products(self, residual, terms)
 
 
 def adapted_operations(

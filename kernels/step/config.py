@@ -1,16 +1,24 @@
-"""Names and sizes that model configurations and kernels share: activations, rotary embeddings, latent attention (MLA)."""
+"""Activation functions, and sizes of rotary embeddings and latent attention (MLA), for model configurations and kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal
 
 from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 GateActivation = Literal["silu", "sigmoid", "none"]
+ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+}
 
 
 @dataclass(frozen=True)

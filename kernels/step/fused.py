@@ -20,23 +20,12 @@ from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import ON_GPU, LinearChoice, LinearKernels, builtin_kernels
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.triton_launch import FixedLauncher
-from headway.kernels.step.config import Activation, LatentConfig, ropes_of
+from headway.kernels.step.binding import RowScale, bound, bound_step
+from headway.kernels.step.config import ACTIVATE, Activation, LatentConfig, ropes_of
 from headway.kernels.step.latent_kernels import FusedLatentLayer, LatentKernels
-from headway.kernels.step.operations import (
-    ACTIVATE,
-    Embedding,
-    Gate,
-    Heads,
-    Norm,
-    Operations,
-    Rope,
-    RowScale,
-    apply_gate,
-    bound,
-    bound_step,
-    norm_heads,
-)
+from headway.kernels.step.operations import Embedding, Gate, Heads, Norm, Operations, Rope
 from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
+from headway.kernels.step.torch_operations import apply_gate, norm_heads
 
 
 class Fused(Operations):
@@ -264,6 +253,9 @@ class Fused(Operations):
                 eps=q_norm.eps if q_norm and k_norm else heads.v_norm.eps if heads.v_norm else 0.0,
                 row_eps=eps,
             )
+
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        return bound(self, linear, x.shape[0])(x, out=out)
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """Compute the operations in one launch for few rows, in two with the `tiles` kernel, else in three. A LayerNorm and

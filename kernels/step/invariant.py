@@ -21,8 +21,9 @@ from headway.kernels.experts.bound import Experts, ExpertsLayers, ExpertsOptions
 from headway.kernels.experts.weights import RoutedWeights
 from headway.kernels.linear.choice import INVARIANT, LinearChoice
 from headway.kernels.linear.linear import Linear
-from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, Rope, add_one_by_one, experts_by, softcap
+from headway.kernels.step.config import ACTIVATE, Activation
+from headway.kernels.step.operations import Heads, Norm, Operations, Rope
+from headway.kernels.step.torch_operations import experts_by
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Device type -> number of rows of each GEMM.
@@ -135,7 +136,7 @@ class InvariantOperations:
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """Return residual + the linear layers, added one by one."""
-        return add_one_by_one(self, residual, terms)
+        return Operations.add_products(self, residual, terms)
 
     def experts(self, config: ExpertsConfig, weights: RoutedWeights, norm: Norm) -> Experts:
         """Bind a layer of experts. Headway's kernels compute rows independently. On a GPU, the tile sizes are the same for any
@@ -229,7 +230,7 @@ def invariant_operations(
 
     :raises ModelError: if a row's bits depend on its position in a GEMM (`InvariantOperations.check`).
     """
-    activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
+    activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, operations.softcap)
     linears, rows = list(linears), TILE_ROWS[device.type]
     kinds = operations.linear_choices((linear, False) for linear in linears)
     own = [linear for linear in linears if linear.choice is not None and [*linear.choice.serving()] == [INVARIANT]]

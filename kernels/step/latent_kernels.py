@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers
 from headway.kernels.step.config import LatentConfig
-from headway.kernels.step.operations import Norm, PlainLatentLayer, Rope
+from headway.kernels.step.operations import Norm, Rope
+from headway.kernels.step.torch_operations import PlainLatentLayer
 
 # Triton reads annotations at compile time, so they must not be deferred here.
 

@@ -17,8 +17,9 @@ from headway.core.contract.model import Attention, WatchedAttention
 from headway.kernels.experts.bound import ExpertsOptions
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, PackedWeight, Recording, product_of
-from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations, norm_values
+from headway.kernels.step.config import ACTIVATE, Activation
+from headway.kernels.step.operations import Heads, Norm, Rope
+from headway.kernels.step.torch_operations import TorchOperations, norm_values
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
 """Function that runs all layers of a decoder. Arguments: x [num_tokens, hidden_size], which is overwritten; cos and sin of each

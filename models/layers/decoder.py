@@ -28,7 +28,8 @@ from headway.kernels.lora.operations import adapted_operations
 from headway.kernels.runtime.native.library import functions, native_support
 from headway.kernels.step.invariant import TILE_ROWS, invariant_operations
 from headway.kernels.step.native import NativeOperations, RecordedLayers
-from headway.kernels.step.operations import Embedding, Gate, Norm, Operations, Rope, TorchOperations
+from headway.kernels.step.operations import Embedding, Gate, Norm, Operations, Rope
+from headway.kernels.step.torch_operations import TorchOperations
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig, LayerInputsConfig

@@ -33,7 +33,7 @@ from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from headway.kernels.step.operations import TorchOperations
+from headway.kernels.step.torch_operations import TorchOperations
 from headway.models.checkpoints.checkpoint import check_bounds
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.layers import decoder

@@ -20,15 +20,14 @@ from headway.kernels.linear.choice import builtin_kernels
 from headway.kernels.linear.forms import BLOCK_TYPES, GgufWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.native import library
-from headway.kernels.runtime.native import library as panels_module
 from headway.kernels.runtime.native.library import HugePages, functions, multiply, pack_dense, pack_quantized
 from headway.kernels.step.native import NativeOperations
-from headway.kernels.step.operations import Heads, Norm, TorchOperations
+from headway.kernels.step.operations import Heads, Norm
+from headway.kernels.step.torch_operations import TorchOperations
 from operation_inputs import ropes
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-
 pytestmark = pytest.mark.skipif(functions() is None, reason=f"our C is not built here: {library.library()[1]}")
 
 
@@ -182,7 +181,7 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
     found, support = library.find_compiler.__wrapped__()
     assert found is None
     assert "install gcc" in str(support)
-    for module in (panels_module, cpu_kernels):
+    for module in (library, cpu_kernels):
         monkeypatch.setattr(module, "functions", lambda: None)
     monkeypatch.setattr(linear_module, "usual_kernels", lambda: builtin_kernels(CPU))
     weight, x = drawn(520, 400), drawn(7, 400, seed=1)

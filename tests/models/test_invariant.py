@@ -12,9 +12,9 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.layer import Invariance
 from headway.kernels.linear.linear import Linear
-from headway.kernels.step.config import ACTIVATIONS, Activation
+from headway.kernels.step.config import ACTIVATE, Activation
 from headway.kernels.step.invariant import ON_CPU, invariant_operations
-from headway.kernels.step.operations import ACTIVATE, TorchOperations
+from headway.kernels.step.torch_operations import TorchOperations
 from headway.models.checkpoints.formats.rounding import int8
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
@@ -109,7 +109,7 @@ def test_each_form_of_weights_of_one_shape_is_tried() -> None:
         invariant_operations(TorchOperations(*ROPE), [wrong, right], CPU)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATE)
 @torch.inference_mode()
 def test_an_activation_does_not_depend_on_a_threads_share(activation: Activation) -> None:
     ours = ON_CPU[activation]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.kernels.linear.choice import builtin_kernels
-from headway.kernels.step.operations import ACTIVATE
+from headway.kernels.step.config import ACTIVATE
 from headway.models.checkpoints.checkpoint import architectures_of, check_folder
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.stored import Quantization

@@ -26,7 +26,7 @@ from headway.kernels.experts.bound import BoundExperts, ExpertsOptions
 from headway.kernels.experts.builtin import TOKEN_COUNTS, TOKENS
 from headway.kernels.experts.plain import TorchExperts
 from headway.kernels.experts.weights import spec_of
-from headway.kernels.step.operations import TorchOperations
+from headway.kernels.step.torch_operations import TorchOperations
 from headway.models.loader import LoadOptions, load_model
 from headway.registry import create_registry, hookimpl
 from headway.tuning.measure.experts import choose_experts

@@ -37,7 +37,8 @@ from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.runtime.vllm_library import find_library
 from headway.kernels.step.fused import Fused
-from headway.kernels.step.operations import Norm, TorchOperations
+from headway.kernels.step.operations import Norm
+from headway.kernels.step.torch_operations import TorchOperations
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.families.rope import rope_tables

@@ -15,7 +15,8 @@ from headway.kernels.linear.linear import Linear
 from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.fused import Fused
-from headway.kernels.step.operations import Norm, TorchOperations
+from headway.kernels.step.operations import Norm
+from headway.kernels.step.torch_operations import TorchOperations
 from headway.registry import create_registry
 from headway.testing.broken.kernels import ReferenceLinear
 from latent_layers import LITE, ODD, latent_steps

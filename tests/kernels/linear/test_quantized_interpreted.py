@@ -17,7 +17,8 @@ from headway.kernels.runtime import vllm_library
 from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.invariant import invariant_operations
-from headway.kernels.step.operations import Norm, TorchOperations
+from headway.kernels.step.operations import Norm
+from headway.kernels.step.torch_operations import TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS, float8, int4
 

@@ -15,14 +15,13 @@ from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, AdapterInMemo
 from headway.kernels.lora.fused import FusedAdditions
 from headway.kernels.lora.operations import AdaptedOperations, PlainAdditions
 from headway.kernels.step.fused import Fused
-from headway.kernels.step.operations import Embedding, Heads, Norm, TorchOperations
+from headway.kernels.step.operations import Embedding, Heads, Norm
+from headway.kernels.step.torch_operations import TorchOperations
 from operation_inputs import ropes
 from tiny_adapters import exact, made_bank
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 CPU = torch.device("cpu")
-
-
 CASES = [
     ({"q": 64, "k": 32, "v": 32}, 96, 3, 4, 5, torch.float32),
     ({"q": 64, "k": 16, "v": 16}, 600, 9, 16, 70, torch.bfloat16),
@@ -30,8 +29,6 @@ CASES = [
     ({"q": 32, "k": 16}, 48, 3, 200, 20, torch.float32),
     ({"gate": 80, "up": 80}, 64, 8, 16, 130, torch.bfloat16),
 ]
-
-
 EVERYDAY = (0, 3)
 
 

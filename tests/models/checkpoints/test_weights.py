@@ -17,7 +17,7 @@ from headway.core.contract.errors import ModelError
 from headway.kernels.linear.axes import Axis, Division
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.invariant import invariant_operations
-from headway.kernels.step.operations import TorchOperations
+from headway.kernels.step.torch_operations import TorchOperations
 from headway.models.checkpoints.formats.rounding import float8
 from headway.models.checkpoints.tensor_files import plain_slices
 from headway.models.checkpoints.weights import DummyWeights, QuantizeOnLoading, Weights

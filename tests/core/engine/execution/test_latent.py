@@ -25,7 +25,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.select.request import BackendRequest, LayerSpecs
 from headway.core.select.selector import Selector
 from headway.kernels.step.config import LatentConfig
-from headway.kernels.step.operations import PlainLatentLayer
+from headway.kernels.step.torch_operations import PlainLatentLayer
 from headway.registry import Registry, create_registry
 from headway.testing.broken.attention import PlainBackend, PlainPlan
 from tiny_engine import TextModel, generate, made_engine, registering, tokens_of
