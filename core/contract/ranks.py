@@ -39,9 +39,9 @@ class Ranks(Protocol):
         onto: same shape as x, and the same elements on every rank.
         """
 
-    @property
     def overlapped(self) -> AsyncAllReduceKernel | None:
-        """All-reduce that can overlap with other kernels now, the same on every rank. None during the capture of a CUDA graph."""
+        """Return the all-reduce that can overlap with other kernels now, the same on every rank. None during the capture of a
+        CUDA graph. Like a collective, this counts as progress of the rank."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return [size, *x.shape]: the x of each rank, in rank order. x: contiguous."""
@@ -55,10 +55,12 @@ class OneRank:
 
     rank: Final = 0
     size: Final = 1
-    overlapped: Final = None
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         return x if onto is None else onto.add_(x)
+
+    def overlapped(self) -> None:
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]

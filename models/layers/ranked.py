@@ -108,7 +108,7 @@ class RankedOperations:
         assert all(linear.summed for _, linear in terms)
         self.wait()
         whole = self._adapters is not None and self._adapters.slots is not None
-        kernel = None if whole else self._ranks.overlapped
+        kernel = None if whole else self._ranks.overlapped()
         chunks = [] if kernel is None else _chunks(residual, kernel)
         if kernel is None or not chunks:
             return self._ranks.all_reduce(self._sum_of(terms), onto=residual)
@@ -182,7 +182,6 @@ class SumsInOrder:
         """inner: ranks whose all-gather collects the terms of a sum."""
         self.rank = inner.rank
         self.size = inner.size
-        self.overlapped = None
         self.all_gather = inner.all_gather
         self.broadcast = inner.broadcast
 
@@ -190,6 +189,9 @@ class SumsInOrder:
         """Return the sum of x over ranks, added onto `onto` if given."""
         total = functools.reduce(torch.add, self.all_gather(x).unbind())
         return total if onto is None else onto.add_(total)
+
+    def overlapped(self) -> None:
+        """Return None: these sums do not overlap."""
 
 
 def over_ranks(operations: Operations, ranks: Ranks, adapters: AdapterBank | None = None) -> Operations:

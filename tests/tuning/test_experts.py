@@ -236,10 +236,10 @@ class Beside(Doubling, AsyncAllReduceKernel):
 def test_an_all_reduce_that_overlaps_is_checked_but_not_chosen_by_size(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headway")
     for ranks in ranks_of(Beside, 0.0):
-        assert isinstance(ranks.overlapped, Beside)
+        assert isinstance(ranks.overlapped(), Beside)
         assert [each.name for each in ranks.sums] == ["gloo"]
     broken = ranks_of(type("Wrong", (Beside,), {"broken": True}), 0.0)
-    assert [ranks.overlapped for ranks in broken] == [None, None]
+    assert [ranks.overlapped() for ranks in broken] == [None, None]
     kernels = SimpleNamespace(meant_for=lambda _: ["doubling", "gloo"], supports=lambda *_: YES)
     kernels.backend = {"doubling": Beside, "gloo": Gloo}.get
     found = explain_sums(kernels, RankGroup(0, 2, CPU))

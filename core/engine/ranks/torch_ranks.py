@@ -119,9 +119,7 @@ class TorchRanks:
             kernel = self._chosen[kind] = able[names[0] if self.times is None else fastest_sum(self.times, x.nbytes, names)]
         return kernel(x, onto)
 
-    @property
     def overlapped(self) -> AsyncAllReduceKernel | None:
-        """All-reduce that can overlap with other kernels now; see `Ranks`. Reading this counts as a collective call."""
         if self._overlapped is None or AHEAD.get() is not None:  # the ranks may compile different kernels ahead
             return None
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():

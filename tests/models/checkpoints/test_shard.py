@@ -85,7 +85,7 @@ def test_logits_are_the_same_with_sums_that_overlap(tmp_path: Path, name: str) -
 
 
 def with_late_sums(ranks: Any) -> Any:
-    ranks.overlapped = LateSum(ranks)
+    ranks.late = LateSum(ranks)
     return ranks
 
 
@@ -94,7 +94,7 @@ def test_long_prompts_are_summed_in_equal_chunks_of_rows(tmp_path: Path) -> None
 
     def rows(ranks: Any) -> list[int]:
         logits_of(tmp_path, with_late_sums(ranks))
-        found: list[int] = ranks.overlapped.rows
+        found: list[int] = ranks.late.rows
         return found
 
     assert on_ranks(2, rows) == [[6, 6, 6] * 6] * 2  # a row has 192 bytes, so that a sum has at most 6 rows
@@ -106,12 +106,13 @@ def test_a_quantized_gated_layer_runs_as_one_operation_in_chunks() -> None:
     inner.add_products.side_effect = lambda x, _: x
     inner.norm_gated_product.side_effect = lambda x, *_: x[:, :4] * 3
     ranks = SimpleNamespace(size=2, all_reduce=lambda x, onto: onto.add_(2 * x))
-    ranks.overlapped = LateSum(ranks)
+    late = LateSum(ranks)
+    ranks.overlapped = lambda: late
     operations, x = RankedOperations(inner, ranks), torch.randn(90, 8)
     found = operations.add_product(torch.ones(90, 8), x, SimpleNamespace(summed=True))
     gated = operations.norm_gated_product(found, None, SimpleNamespace(weight="quantized"), "silu")
     torch.testing.assert_close(gated, (1 + 2 * x[:, :4]) * 3)
-    assert ranks.overlapped.rows == [30, 30, 30]
+    assert late.rows == [30, 30, 30]
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -135,7 +136,7 @@ def adapted_step(folder: Path, ranks: Any, slots: Tensor | None) -> tuple[Tensor
     attention.begin([(0, 18)])
     with rows_with(model.adapters, slots):
         hidden: Tensor = model(torch.arange(3, 21), torch.arange(18), attention)
-    return hidden, 0 if ranks.overlapped is None else len(ranks.overlapped.rows)
+    return hidden, 0 if ranks.late is None else len(ranks.late.rows)
 
 
 def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:

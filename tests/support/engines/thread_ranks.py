@@ -37,7 +37,7 @@ class ThreadRanks:
         single-threaded.
         """
         self.rank, self.size, self.sums = rank, len(given), 0
-        self.overlapped: AsyncAllReduceKernel | None = None
+        self.late: AsyncAllReduceKernel | None = None
         self.gathered = 0
         """Bytes that the thread has given to the others."""
         self._given, self._barrier, self._turn = given, barrier, turn
@@ -73,6 +73,9 @@ class ThreadRanks:
         x.fill_(torch.nan)  # it may be overwritten
         total = torch.cat(sums).view_as(x)
         return total if onto is None else onto.add_(total)
+
+    def overlapped(self) -> AsyncAllReduceKernel | None:
+        return self.late
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x.copy_(self.all_gather(x)[0])
