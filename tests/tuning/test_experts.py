@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
 from headway.cli.look.explain import kernel_section
+from headway.core.contract.backend import API_VERSION
 from headway.core.contract.experts import ExpertsCapabilities
 from headway.core.contract.operation import ALL_REDUCE
-from headway.core.contract.ranks import AsyncAllReduceKernel, RankGroup
+from headway.core.contract.ranks import AllReduceKernelInfo, AsyncAllReduceKernel, RankGroup
 from headway.core.contract.support import YES
 from headway.core.contract.weights import FORMATS
 from headway.core.engine.ranks.torch_ranks import (
@@ -40,7 +42,7 @@ from headway.kernels.experts.builtin import TOKEN_COUNTS
 from headway.kernels.experts.plain import Routed, RoutedKernel, RouteTokens, TorchExperts, route
 from headway.kernels.experts.weights import RoutedWeights, spec_of
 from headway.kernels.step.operations import Norm
-from headway.registry import create_registry
+from headway.registry import create_registry, hookimpl
 from headway.tuning.measure import all_reduce
 from headway.tuning.measure.all_reduce import choose_all_reduce, explain_sums
 from headway.tuning.measure.experts import choose_experts
@@ -198,15 +200,15 @@ class Doubling(Gloo):
         return super().__call__(x, onto).mul_(1 + self.broken)
 
 
-def ranks_of(kernel: type[Gloo], budget: float) -> list[TorchRanks]:
-    """Two ranks in threads of this process, which have chosen between gloo and another kernel."""
-    kernels = SimpleNamespace(meant_for=lambda _: ["doubling", "gloo"], backend=lambda _: kernel, supports=lambda *_: YES)
+def ranks_of(kernel: type[Gloo], budget: float, kernels: Any = None) -> list[TorchRanks]:
+    """Two ranks in threads of this process, which have chosen between gloo and another kernel, or between `kernels`."""
+    one = SimpleNamespace(meant_for=lambda _: ["doubling", "gloo"], backend=lambda _: kernel, supports=lambda *_: YES)
     store = make_store(2)
 
     def rank(number: int) -> TorchRanks:
         joined = find_store(store.port, 2) if number else store
         ranks = TorchRanks(joined, number, 2, CPU, LifeSigns(numpy.zeros(16, numpy.int64)))
-        choose_all_reduce(ranks, kernels, budget)
+        choose_all_reduce(ranks, kernels or one, budget)
         return ranks
 
     with ThreadPoolExecutor(2) as pool:
@@ -245,3 +247,25 @@ def test_an_all_reduce_that_overlaps_is_checked_but_not_chosen_by_size(cache: Pa
     found = explain_sums(kernels, RankGroup(0, 2, CPU))
     assert (found["ways"], list(found["overlapped"])) == ({1: "gloo"}, ["doubling"])
     assert "overlaps with the linear layers" in str([row.cells for row in kernel_section(found).rows])
+
+
+class Second(Beside):
+    name = "second"
+
+
+class TwoPlugins:
+    @hookimpl
+    def headway_register_kernels(self) -> list[AllReduceKernelInfo]:
+        load = {each.name: partial(lambda kernel: kernel, each) for each in (Beside, Second)}
+        return [AllReduceKernelInfo(name, "for tests", each, api_version=API_VERSION) for name, each in load.items()]
+
+
+def test_only_the_first_plugin_whose_sums_overlap_is_used(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "headway")
+    kernels = create_registry([TwoPlugins()], load_entry_points=False).all_reduce
+    assert [type(ranks.overlapped()) for ranks in ranks_of(Beside, 0.0, kernels)] == [Beside, Beside]
+    reason = "only one kernel overlaps with linear layers, the first one that is registered and runs here: doubling"
+    assert [each.message for each in caplog.records if "second" in each.message] == [f"all-reduce: leaving out second: {reason}"]
+    found = explain_sums(kernels, RankGroup(0, 2, CPU))
+    assert list(found["overlapped"]) == ["doubling"]
+    assert found["refused"]["second"] == reason
