@@ -96,7 +96,6 @@ class TorchRanks:
         """
         self.rank = rank
         self.size = size
-        self._device = device
         self._progress = progress
         self._group = _joined(store, rank, size, device)
         self.device = device
@@ -122,7 +121,7 @@ class TorchRanks:
     def overlapped(self) -> AsyncAllReduceKernel | None:
         if self._overlapped is None or AHEAD.get() is not None:  # the ranks may compile different kernels ahead
             return None
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         self._progress.call()
         return self._overlapped
