@@ -106,4 +106,4 @@ def kind_of(name: str, option: str = "kind") -> OperationKind:
 
 def kind_of_class(kernel: type[Kernel]) -> OperationKind:
     """Return the kind of operation that a kernel class computes."""
-    return next(kind for kind in KINDS if issubclass(kernel, kind.kernel))
+    return next(kind for kind in ALL_KINDS if issubclass(kernel, kind.kernel))

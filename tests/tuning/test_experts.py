@@ -18,10 +18,9 @@ from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
 from headway.cli.look.explain import kernel_section
-from headway.core.contract.backend import API_VERSION
 from headway.core.contract.experts import ExpertsCapabilities
 from headway.core.contract.operation import ALL_REDUCE
-from headway.core.contract.ranks import AllReduceKernelInfo, AsyncAllReduceKernel, RankGroup
+from headway.core.contract.ranks import AsyncAllReduceKernel, RankGroup
 from headway.core.contract.support import YES
 from headway.core.contract.weights import FORMATS
 from headway.core.engine.ranks.torch_ranks import (
@@ -42,7 +41,7 @@ from headway.kernels.experts.builtin import TOKEN_COUNTS
 from headway.kernels.experts.plain import Routed, RoutedKernel, RouteTokens, TorchExperts, route
 from headway.kernels.experts.weights import RoutedWeights, spec_of
 from headway.kernels.step.operations import Norm
-from headway.registry import create_registry, hookimpl
+from headway.registry import create_registry
 from headway.tuning.measure import all_reduce
 from headway.tuning.measure.all_reduce import choose_all_reduce, explain_sums
 from headway.tuning.measure.experts import choose_experts
@@ -253,16 +252,9 @@ class Second(Beside):
     name = "second"
 
 
-class TwoPlugins:
-    @hookimpl
-    def headway_register_kernels(self) -> list[AllReduceKernelInfo]:
-        load = {each.name: partial(lambda kernel: kernel, each) for each in (Beside, Second)}
-        return [AllReduceKernelInfo(name, "for tests", each, api_version=API_VERSION) for name, each in load.items()]
-
-
 def test_only_the_first_plugin_whose_sums_overlap_is_used(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headway")
-    kernels = create_registry([TwoPlugins()], load_entry_points=False).all_reduce
+    kernels = create_registry([Beside, Second], load_entry_points=False).all_reduce
     assert [type(ranks.overlapped()) for ranks in ranks_of(Beside, 0.0, kernels)] == [Beside, Beside]
     reason = "only one kernel overlaps with linear layers, the first one that is registered and runs here: doubling"
     assert [each.message for each in caplog.records if "second" in each.message] == [f"all-reduce: leaving out second: {reason}"]
