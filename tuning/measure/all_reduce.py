@@ -52,10 +52,10 @@ def choose_all_reduce(ranks: TorchRanks, kernels: KernelRegistry[AllReduceKernel
     the first kernel that supports it.
     """
     joined = _joined(ranks, kernels)
-    late = [each for each in joined if isinstance(each, AsyncAllReduceKernel)]
-    overlapped = late[0] if late else None
-    for each in late[1:] if ranks.rank == 0 else ():
-        log.info("all-reduce: leaving out %s: %s", each.name, _LEFT_OUT % late[0].name)
+    overlapping = [each for each in joined if isinstance(each, AsyncAllReduceKernel)]
+    overlapped = overlapping[0] if overlapping else None
+    for each in overlapping[1:] if ranks.rank == 0 else ():
+        log.info("all-reduce: leaving out %s: %s", each.name, _LEFT_OUT % overlapping[0].name)
     sums = [each for each in joined if not isinstance(each, AsyncAllReduceKernel)]
     ranks.sum_by(sums, None, overlapped)
     if len(sums) == 1:
@@ -90,12 +90,12 @@ def explain_sums(kernels: KernelRegistry[AllReduceKernel, Any], spec: RankGroup,
         return {**common, "ways": {1: "all-gather"}, "refused": {}, "by": "deterministic mode, which adds in rank order"}
     found = {name: kernels.supports(name, spec) for name in kernels.meant_for(spec.device.type)}
     classes = {name: kernels.backend(name) for name, support in found.items() if support}
-    late = [name for name, kernel in classes.items() if issubclass(kernel, AsyncAllReduceKernel)]
-    able = {name: kernel.capabilities.max_bytes for name, kernel in classes.items() if name not in late}
+    overlapping = [name for name, kernel in classes.items() if issubclass(kernel, AsyncAllReduceKernel)]
+    able = {name: kernel.capabilities.max_bytes for name, kernel in classes.items() if name not in overlapping}
     refused = {name: support.brief for name, support in found.items() if not support}
-    for name in late[1:]:
-        refused[name] = _LEFT_OUT % late[0]
-    common |= {"refused": refused, "overlapped": dict.fromkeys(late[:1], _OVERLAPS)}
+    for name in overlapping[1:]:
+        refused[name] = _LEFT_OUT % overlapping[0]
+    common |= {"refused": refused, "overlapped": dict.fromkeys(overlapping[:1], _OVERLAPS)}
     names, source = list(able), "the first that supports the tensor; the first start with this number of ranks measures"
     times = None
     if len(names) == 1:
