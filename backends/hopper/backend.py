@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.schedule import Problem, Schedule, choose
+from headway.backends.hopper.schedule import MAX_PARTIALS, Problem, Schedule, choose
 from headway.backends.hopper.tiles import (
     ARCH,
     HEAD_DIMS,
@@ -38,7 +38,7 @@ from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 
 _LOG2E = math.log2(math.e)
-ARGUMENTS = Struct("=8Q4q6i2f")
+ARGUMENTS = Struct("=8Q4q5i2f4x")
 """Layout of `struct Arguments` in shape.cuh."""
 _MAX_MAPS = 1024  # Maximum number of cached tensor maps: three per layer, and more if activations have several addresses or sizes
 
@@ -75,7 +75,7 @@ class HopperKernels:
         self._spec = spec
         self._block_size = block_size
         self._num_splits = num_splits
-        self._tiles = tiles_of(spec.head_dim, spec.v_head_dim)
+        self._tiles = tiles_of(spec)
         self._programs = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._sinks = None
         if spec.sinks is not None:
@@ -122,20 +122,18 @@ class HopperKernels:
         tile = schedule.tile
         items = upload(torch.from_numpy(schedule.items), spec.device)
         self._grow(schedule)
-        programs = len(schedule.items) * spec.num_kv_heads
         partials, tickets, queue = self._partials, self._tickets, self._queue
         return HopperPlan(
             dense=dense,
             kernel=self.kernel(tile, dense),
-            launch=self._launch(tile, programs),
+            launch=self._launch(tile, len(schedule.items)),
             box=box_of(tile, None if dense else self._block_size),
             addresses=(items.data_ptr(), table.data_ptr(), partials.data_ptr(), tickets.data_ptr(), queue.data_ptr()),
             table_row=table.stride(0),
             numbers=(
                 len(schedule.items),
-                spec.num_kv_heads,
-                schedule.section,
                 spec.group_size,
+                tile.rows_used(spec.group_size),
                 tile.tokens(spec.group_size),
                 spec.sliding_window or 0,
                 *self._scaling,
@@ -186,9 +184,8 @@ class HopperKernels:
         plan.kernel(plan.launch, self._arguments)
 
     def workspace_bytes(self) -> int:
-        """Return the maximum size of partial results, in bytes. Steps that fill the GPU are not split."""
-        tile, spec = self._tiles.wide, self._spec
-        return 4 * self._programs * tile.groups * _partial_floats(spec.v_head_dim) * 4
+        """Return the maximum size of partial results, in bytes. With the option `num_splits`, it may be larger."""
+        return MAX_PARTIALS * self._programs * self._tiles.wide.groups * _partial_floats(self._spec.v_head_dim) * 4
 
     def _query_map(self, q: Tensor, tile: AttentionTile) -> bytes:
         """Return the tensor map of queries, viewed as [token, kv head, head of the group, dim], with boxes of one tile."""
@@ -220,9 +217,9 @@ class HopperKernels:
 
     def _grow(self, schedule: Schedule) -> None:
         """Enlarge the buffers for partial results. Old buffers stay allocated, since earlier steps or graphs may use them."""
-        heads, groups = self._spec.num_kv_heads, schedule.tile.groups
-        floats = schedule.num_partials * heads * groups * _partial_floats(self._spec.v_head_dim)
-        tickets = schedule.num_tickets * heads * groups
+        groups = schedule.tile.groups
+        floats = schedule.num_partials * groups * _partial_floats(self._spec.v_head_dim)
+        tickets = schedule.num_tickets * groups
         if self._partials.numel() < floats:
             self._outgrown.append(self._partials)
             self._partials = torch.empty(floats, dtype=torch.float32, device=self._spec.device)

@@ -88,6 +88,7 @@ def variant_of(spec: AttentionSpec, tile: HeadTile, block_size: int) -> Variant:
         "KEYS": KEYS,
         "STAGES": 2,
         "QUERY_STAGES": 1,
+        "QUERY_PADDING": 0,
         "BOX": math.gcd(KEYS, block_size),
         "BLOCK_SIZE": block_size,
         "TURNS": 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,9 @@ class AttentionTile:
     cluster: int = 0
     """Number of thread blocks of a cluster that share a tile and copy keys for each other. In each, two warpgroups have the same
     rows, and half of the value's columns each (latent.cu). 0 means that one thread block has the tile (attention.cu)."""
+    padding: int = 0
+    """Number of rows of shared memory after a tile of queries, a multiple of 8. With them, a tile may begin and end within a
+    token, which is copied completely. Without them, a tile has complete tokens."""
 
     @property
     def rows(self) -> int:
@@ -53,9 +56,22 @@ class AttentionTile:
         """Number of threads per thread block: the warpgroups that run MMAs, and one warpgroup that copies."""
         return 128 * (self.groups // max(self.cluster, 1) + 1)
 
+    def rows_used(self, group: int) -> int:
+        """Return the number of rows per thread block that belong to queries. group: number of query heads per kv head."""
+        rows = 64 if self.cluster else self.rows
+        return rows if self.padding else rows // group * group
+
     def tokens(self, group: int) -> int:
-        """Return the number of tokens per thread block. group: number of query heads per kv head."""
-        return (64 if self.cluster else self.rows) // group
+        """Return the number of tokens that a thread block copies, which are all that its rows may belong to."""
+        return (self.rows_used(group) + (group - 1 if self.padding else 0) + group - 1) // group
+
+    def padded(self, group: int, head_dim: int, v_head_dim: int) -> AttentionTile:
+        """Return this tile with padding, if complete tokens leave rows unused and the padding fits shared memory."""
+        if self.cluster or self.rows % group == 0:
+            return self
+        copied = (self.rows + 2 * group - 2) // group * group
+        tile = replace(self, padding=-(-(copied - self.rows) // 8) * 8)
+        return tile if tile.shared_bytes(head_dim, v_head_dim) <= SHARED_BYTES else self
 
     def shared_bytes(self, head_dim: int, v_head_dim: int) -> int:
         """Return the size of dynamic shared memory in bytes: `struct Layout` of shape.cuh, plus space to align the start of the
@@ -64,7 +80,13 @@ class AttentionTile:
             return SHARED_BYTES
         k_row, v_row = (128 * -(-dim // _PANEL) for dim in (head_dim, v_head_dim))
         barriers = 8 * (2 * self.query_stages + 4 + 4 * self.stages)
-        return self.query_stages * self.rows * k_row + self.stages * self.keys * (k_row + v_row) + 2 * 48 + barriers + 1024
+        return (
+            self.query_stages * (self.rows + self.padding) * k_row
+            + self.stages * self.keys * (k_row + v_row)
+            + 2 * 48
+            + barriers
+            + 1024
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +99,14 @@ class TilePair:
     """Tile for at most 64 rows per sequence and kv head, or too few rows to fill the GPU."""
 
 
-def tiles_of(head_dim: int, v_head_dim: int) -> TilePair:
+def tiles_of(spec: AttentionSpec) -> TilePair:
+    """Return the tiles for a kind of layer."""
+    pair = _largest(spec.head_dim, spec.v_head_dim)
+    wide, narrow = (tile.padded(spec.group_size, spec.head_dim, spec.v_head_dim) for tile in (pair.wide, pair.narrow))
+    return TilePair(wide, narrow)
+
+
+def _largest(head_dim: int, v_head_dim: int) -> TilePair:
     """Return the largest tiles that fit registers and shared memory. Except for head_dim 64, they match FlashAttention-3."""
     longest = max(head_dim, v_head_dim)
     if longest <= 64:
@@ -103,6 +132,7 @@ def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None)
         "KEYS": tile.keys,
         "STAGES": tile.stages,
         "QUERY_STAGES": tile.query_stages,
+        "QUERY_PADDING": tile.padding,
         "BOX": box_of(tile, block_size),
         "BLOCK_SIZE": block_size or 0,
         "TURNS": int(tile.turns and tile.groups > 1),

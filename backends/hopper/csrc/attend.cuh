@@ -16,7 +16,7 @@ __device__ __forceinline__ void score_products(float (&scores)[KEYS / 2], u32 q,
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; ++i) {
     const u32 panel = i / 4, within = i % 4 * 32;
-    Products<KEYS>::rows(scores, descriptor(rows, panel * (ROWS * 128) + within), descriptor(keys, panel * (KEYS * 128) + within), i);
+    Products<KEYS>::rows(scores, descriptor(rows, panel * (QUERY_ROWS * 128) + within), descriptor(keys, panel * (KEYS * 128) + within), i);
   }
   products_commit();
 }
@@ -60,8 +60,8 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
     if (item.head < 0) break;
 
     const int before = item.kv_len - item.query_len;  // keys of the context
-    const int first_token = item.tile * arguments.tokens, last_token = min(first_token + arguments.tokens, item.query_len) - 1;
-    const Sight sight(before, first_token, last_token, row, arguments.group, arguments.window);
+    const Rows rows(arguments, item);
+    const Sight sight(before, rows.first, rows.last, rows.skipped + row, arguments.group, arguments.window);
 
     float scores[KEYS / 2], sums[V_HEAD_DIM / 2], keep[2];
     u32 weights[KEYS / 4];
@@ -72,7 +72,7 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
       if (present < KEYS) clear_values(base + Layout::v + v.index * V_BYTES, present, group, thread);
     };
 
-    const u32 q_rows = base + Layout::q + q.index * Q_BYTES + group * (64 * 128);
+    const u32 q_rows = base + Layout::q + q.index * Q_BYTES + (group * 64 + rows.skipped) * 128;
     barrier_wait(base + Layout::q_full + 8 * q.index, q.parity);
     barrier_wait(base + Layout::k_full + 8 * k.index, k.parity);
     pin(scores);

@@ -1,8 +1,7 @@
 // Attention over packed sequences with keys and values in this step's tensors or in a paged cache: prefill, extend, verification.
 //
 // Persistent: one program per SM, each taking items (shape.cuh) from a queue. For each item, one warpgroup copies (copy.cuh) and one to
-// three
-// run MMAs (attend.cuh).
+// three run MMAs (attend.cuh).
 #include "attend.cuh"
 
 using namespace hopper;
@@ -44,6 +43,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       copy_values(base, value_map, arguments, threadIdx.x - 32);
     } else if (threadIdx.x < 96) {
       copy_queries(base, query_map, arguments, threadIdx.x - 64);
+    } else {
+      prefetch_items(arguments, threadIdx.x - 96);
     }
   } else {
     take_registers<PRODUCT_REGISTERS>();

@@ -39,17 +39,19 @@ struct TileCopy {
   }
 };
 
+// Prefetches the items to L2: each program some lines, with one lane for each.
+__device__ __forceinline__ void prefetch_items(const Arguments& arguments, int lane) {
+  const long long line = (blockIdx.x + static_cast<long long>(gridDim.x) * lane) * 128;
+  if (line < arguments.num_items * 4ll * ITEM_INTS) prefetch_line(reinterpret_cast<const char*>(arguments.items) + line);
+}
+
 // Takes items, the longest first, until the queue is empty, publishes them to the other warps, and copies their keys. Each program begins
 // with the item that has its own index.
 __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
-  const int total = arguments.num_items * arguments.num_kv_heads;
   // A lane's word of an item. The last lane's is the kv head, negative after the end of the queue.
   const auto fetch = [&](int index) {
-    if (index >= total) return lane == ITEM_INTS - 1 ? -1 : 0;
-    int head;
-    const int place = item_of(arguments, index, head);
-    if (lane == ITEM_INTS - 1) return head;
-    return lane < ITEM_INTS ? reinterpret_cast<const int*>(arguments.items + place)[lane] : 0;
+    if (index >= arguments.num_items) return lane == ITEM_INTS - 1 ? -1 : 0;
+    return lane < ITEM_INTS ? reinterpret_cast<const int*>(arguments.items + index)[lane] : 0;
   };
   TileCopy<K_PANELS> copy{map, base + Layout::k, base + Layout::k_full, base + Layout::k_empty, lane};
   Ring<2> shown;
@@ -113,8 +115,8 @@ __device__ __forceinline__ void copy_values(u32 base, const TensorMap& map, cons
   }
 }
 
-// Copies each item's queries: for its tokens, the heads that share the kv head. Tokens of the next sequence may be included; their rows are
-// computed but not stored.
+// Copies each item's queries: for its tokens, complete ones, the heads that share the kv head. Tokens of the next sequence may be included;
+// their rows are computed but not stored.
 __device__ __forceinline__ void copy_queries(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
   Ring<2> shown;
   Ring<QUERY_STAGES> q;
@@ -124,10 +126,11 @@ __device__ __forceinline__ void copy_queries(u32 base, const TensorMap& map, con
     barrier_wait(base + Layout::q_empty + 8 * q.index, q.parity ^ 1);
     if (lane == 0) {
       const u32 to = base + Layout::q + q.index * Q_BYTES, barrier = base + Layout::q_full + 8 * q.index;
+      const int first = Rows(arguments, item).first;
       barrier_expect(barrier, arguments.tokens * arguments.group * K_PANELS * 128);
 #pragma unroll
       for (int panel = 0; panel < K_PANELS; ++panel) {
-        copy_box(to + panel * (ROWS * 128), map, panel * PANEL, 0, item.head, item.token_start + item.tile * arguments.tokens, barrier);
+        copy_box(to + panel * (QUERY_ROWS * 128), map, panel * PANEL, 0, item.head, item.token_start + first, barrier);
       }
     }
     __syncwarp();

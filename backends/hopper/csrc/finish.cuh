@@ -12,13 +12,14 @@ constexpr int PARTIAL_FLOATS = 128 * (COLUMNS / 2 + 4);
 __device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int row, int lane, const Softmax& softmax,
                                       float (&sums)[COLUMNS / 2], int column) {
   constexpr float LN2 = 0.6931471805599453f;
+  const Rows rows(arguments, item);
   Half* to[2];
   bool present[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int within = (row + 8 * r) / arguments.group, token = item.tile * arguments.tokens + within;
-    const int query_head = item.head * arguments.group + row + 8 * r - within * arguments.group;
-    present[r] = within < arguments.tokens && token < item.query_len;
+    const int place = rows.skipped + row + 8 * r, within = place / arguments.group, token = rows.first + within;
+    const int query_head = item.head * arguments.group + place - within * arguments.group;
+    present[r] = row + 8 * r < arguments.rows && token <= rows.last;
     const float shift = softmax.most[r] == NEVER ? 0.0f : softmax.most[r] * arguments.scale;
     float sum = softmax.sum[r];
     if (arguments.sinks != nullptr) sum += exp2_approx(arguments.sinks[query_head] - shift);
@@ -54,7 +55,7 @@ __device__ __forceinline__ void store(const Arguments& arguments, const Item& it
 __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& item, int group, int thread, Softmax& softmax,
                                       float (&sums)[COLUMNS / 2]) {
   const auto place = [&](int split) {
-    const long long number = (static_cast<long long>(item.partial + split) * arguments.num_kv_heads + item.head) * GROUPS + group;
+    const long long number = static_cast<long long>(item.partial + split) * GROUPS + group;
     return reinterpret_cast<float4*>(arguments.partials + number * PARTIAL_FLOATS) + thread;
   };
   float4* mine = place(item.split);
@@ -64,7 +65,7 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
   __threadfence();
   const int barrier = ALONE + threadIdx.x / 128 - 1;
   named_sync(barrier, 128);
-  int* ticket = arguments.tickets + (item.ticket * arguments.num_kv_heads + item.head) * GROUPS + group;
+  int* ticket = arguments.tickets + item.ticket * GROUPS + group;
   if (!named_any(barrier, 128, thread == 0 && atomicAdd(ticket, 1) == item.splits - 1)) return false;
   __threadfence();
   if (thread == 0) *ticket = 0;

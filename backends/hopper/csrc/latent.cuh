@@ -91,11 +91,11 @@ struct Work : Item {
   int before;                   // keys of the context
 
   __device__ __forceinline__ bool read(const Arguments& arguments) {
-    const int place = item_of(arguments, blockIdx.x, first_head);
-    static_cast<Item&>(*this) = arguments.items[place];
-    head = first_head, group = arguments.group, rows = arguments.tokens * group, window = arguments.window, inner = arguments.inner;
+    static_cast<Item&>(*this) = arguments.items[blockIdx.x];
+    first_head = head, group = arguments.group, rows = arguments.rows, window = arguments.window, inner = arguments.inner;
     tile = tile * CLUSTER + (CLUSTER > 1 ? blockIdx.y : 0);
-    first_token = tile * arguments.tokens, last_token = min(first_token + arguments.tokens, query_len) - 1;
+    const Rows tokens(arguments, *this);
+    first_token = tokens.first, last_token = tokens.last;
     packed_token = token_start + first_token;
     before = kv_len - query_len;
     return true;

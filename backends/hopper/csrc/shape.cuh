@@ -1,9 +1,8 @@
 // Compile-time constants of a variant, shared memory layout of a thread block, and kernel arguments.
 //
 // Constants set on the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (MMA warpgroups), KEYS (per tile), STAGES (tiles
-// of keys, and of values), QUERY_STAGES (tiles of queries), BOX (slots per copy), BLOCK_SIZE (slots per block; 0 means this step's own
-// keys),
-// TURNS, SOFTCAP, WINDOW, SHARED_BYTES (dynamic shared memory of the launch).
+// of keys, and of values), QUERY_STAGES (tiles of queries), QUERY_PADDING (rows of shared memory after a tile of queries), BOX (slots per copy),
+// BLOCK_SIZE (slots per block; 0 means this step's own keys), TURNS, SOFTCAP, WINDOW, SHARED_BYTES (dynamic shared memory of the launch).
 #pragma once
 
 #include "wgmma.cuh"
@@ -11,13 +10,14 @@
 namespace hopper {
 
 constexpr int PANEL = 64;  // elements of a row of 128 bytes
-constexpr int ROWS = 64 * GROUPS;
+constexpr int ROWS = 64 * GROUPS, QUERY_ROWS = ROWS + QUERY_PADDING;
 constexpr int K_PANELS = (HEAD_DIM + PANEL - 1) / PANEL, V_PANELS = (V_HEAD_DIM + PANEL - 1) / PANEL;
-constexpr u32 Q_BYTES = ROWS * K_PANELS * 128;
+constexpr u32 Q_BYTES = QUERY_ROWS * K_PANELS * 128;
 constexpr u32 K_BYTES = KEYS * K_PANELS * 128, V_BYTES = KEYS * V_PANELS * 128;
 constexpr int BOXES = KEYS / BOX;
 constexpr int HALVES = V_HEAD_DIM > 256 ? 2 : 1, COLUMNS = V_HEAD_DIM / HALVES;  // of the value, each of another warpgroup
 static_assert(KEYS % 16 == 0 && KEYS % BOX == 0 && BOX % 8 == 0 && HEAD_DIM % 16 == 0 && V_HEAD_DIM % 16 == 0, "whole products");
+static_assert(QUERY_PADDING % 8 == 0, "panels begin where the swizzle pattern does");
 
 // Location of an MMA operand: the low half of its matrix descriptor, which changes between MMAs.
 //
@@ -33,22 +33,21 @@ constexpr bool PAGED = BLOCK_SIZE > 0;
 
 // A unit of work: a tile of query rows and the key tiles [first, last) that it attends to.
 //
-// A row is one query head of one token. Heads that share a kv head are adjacent, so keys are read once for all of them. A tile holds
-// complete
-// tokens; left-over rows are idle.
+// A row is one query head of one token. Heads that share a kv head are adjacent, so keys are read once for all of them. A tile may begin and
+// end within a token; if shared memory has no space for the rest of that token, a tile holds complete tokens and its last rows are idle.
 struct Item {
   int token_start;  // packed token of the sequence's first query
   int query_len;
   int kv_len;
   int seq;      // row of the block table
-  int tile;     // its tokens: tile * Arguments::tokens and on
+  int tile;     // its rows: tile * Arguments::rows and on
   int first;    // tiles of keys
   int last;
   int splits;   // programs that share the rows; 1: nobody does
   int split;    // which of them this is
-  int partial;  // number of the first split's partial result, of one kv head
-  int ticket;   // number of the counter that those programs share, of one kv head
-  int head;     // the kv head, filled in when an item is shown; negative where there is no item any more
+  int partial;  // number of the first split's partial result
+  int ticket;   // number of the counter that those programs share
+  int head;     // the kv head; negative after the last item
 };
 constexpr int ITEM_INTS = sizeof(Item) / 4;
 
@@ -62,23 +61,25 @@ struct Arguments {
   int* tickets;  // of split tiles; all zero before and after
   int* queue;    // two counters, zero before and after: items handed out, programs that have ended
   long long out_token, out_head, lse_head, table_row;  // strides in elements
-  int num_items;  // of each kv head
-  int num_kv_heads;
-  int section;    // kv heads whose items are taken together, so that their keys and values stay in the L2 cache
-  int group;      // query heads of a kv head
-  int tokens;     // of a tile of queries: ROWS / group
+  int num_items;
+  int group;   // query heads of a kv head
+  int rows;    // of a tile of queries: ROWS, or those of complete tokens
+  int tokens;  // that are copied for a tile
   int window;
   float scale;  // of scores, to the base-2 domain; with SOFTCAP: of what tanh gives
   float inner;  // with SOFTCAP: of scores before tanh
 };
 
-// Position of an item in the queue: sections of kv heads in turn; within a section the longest items first, head by head.
-__device__ __forceinline__ int item_of(const Arguments& arguments, int index, int& head) {
-  const int whole = arguments.num_items * arguments.section, first = index / whole * arguments.section;
-  const int heads = min(arguments.section, arguments.num_kv_heads - first), within = index % whole;
-  head = first + within % heads;
-  return within / heads;
-}
+// The rows of an item: its first row is head `skipped` of token `first`, its last one belongs to token `last`.
+struct Rows {
+  int first, skipped, last;
+  __device__ __forceinline__ Rows(const Arguments& arguments, const Item& item) {
+    const int row = item.tile * arguments.rows;
+    first = row / arguments.group;
+    skipped = row - first * arguments.group;
+    last = min((row + arguments.rows - 1) / arguments.group, item.query_len - 1);
+  }
+};
 
 // Byte offsets in shared memory, from a multiple of 1,024.
 struct Layout {

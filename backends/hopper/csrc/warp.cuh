@@ -1,5 +1,5 @@
-// PTX instructions for copies, MMAs and counters of one warp (PTX ISA 7.8: "cp.async", "ldmatrix", "movmatrix", "mma.m16n8k16",
-// "prefetch"), one function per instruction.
+// PTX instructions for copies, MMAs and counters of one warp (PTX ISA 7.8: "cp.async", "ldmatrix", "movmatrix", "mma.m16n8k16"),
+// one function per instruction.
 #pragma once
 
 #include "ptx.cuh"
@@ -15,8 +15,6 @@ using u16 = unsigned short;
 #endif
 
 // --- global memory ---
-
-__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // Copy 16 bytes to shared memory. bytes: 16, or 0 to write zeros without reading.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {

@@ -71,6 +71,7 @@ inline void copy_box_to(u32 to, const TensorMap& map, int x, int y, int z, int w
   }
 }
 inline void prefetch_map(const TensorMap&) {}
+inline void prefetch_line(const void* at) { host::check(at, 2); }
 
 inline void store_word(u32 to, u32 word) { std::memcpy(host::shared(to, 4), &word, 4); }
 inline u32 load_word(u32 from) {

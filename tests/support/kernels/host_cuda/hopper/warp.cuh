@@ -10,7 +10,6 @@ using u16 = unsigned short;
 inline float warp_float(u16 bits) { return HALF_IS_BF16 ? host::from_bfloat16(bits) : host::from_float16(bits); }
 inline u16 warp_half(float value) { return HALF_IS_BF16 ? host::to_bfloat16(value) : host::to_float16(value); }
 
-inline void prefetch_line(const void* at) { host::check(at, 2); }
 inline void copy_16(u32 to, const void* from, u32 bytes) { host::copy(to, from, bytes, 16); }
 inline void copy_row(u32 to, const void* from, u32 bytes, u32 barrier) {
   for (u32 i = 0; i < bytes; i += 16) host::awaited_at(barrier).ask({host::shared(to + i, 16), static_cast<const char*>(from) + i, 16});
