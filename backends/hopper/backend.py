@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.schedule import MAX_PARTIALS, Problem, Schedule, choose
+from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import (
     ARCH,
     HEAD_DIMS,
@@ -24,6 +24,7 @@ from headway.backends.hopper.tiles import (
     variant_of,
 )
 from headway.backends.options import Options, count_of
+from headway.backends.split_kv import MAX_PARTIALS
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError

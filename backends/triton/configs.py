@@ -55,16 +55,14 @@ class PrefillConfig:
     num_stages: int
     tma: bool = False
     """True if k and v are read by TMA tensor descriptors when their strides allow it."""
-    residents: int = 1
-    """Number of programs that an SM runs at a time, limited by registers and shared memory."""
-    wave_us: float = 4.0
+    start_us: float = 4.0
     """Time that a program takes in addition to its tiles, in us."""
-    merge_us: float = 4.0
-    """Overhead of the merge launch, in us, in addition to reading and writing partial results."""
-    bytes_per_us: float = 7.0e5
-    """Rate at which partial results are written and read, in bytes per us."""
-    flops_per_us: float = 5.0e8
-    """Throughput of all SMs together with one program per SM, in FLOP per us."""
+    partial_us: float = 2.0
+    """Time that a program takes to write a partial result, in us."""
+    merge_us: float = 6.0
+    """Time of the launch that merges partial results, in us."""
+    flops_per_us: float = 5.3e8
+    """Throughput of all SMs together, with one program per SM, in FLOP per us."""
 
     def for_few_rows(self) -> PrefillConfig:
         """Return a configuration for few query rows in which a row has the same bits: each warp keeps its 16 rows."""

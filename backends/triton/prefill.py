@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headway.backends.split_kv import MAX_PARTIALS, Ints, Programs, Split
 from headway.backends.triton.configs import ANY_PROMPT, PrefillConfig, prefill_config
 from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
 from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import list_tiles, varlen_attention
-from headway.backends.triton.splits import RunRule, TileColumn, TileSchedule, schedule_tiles
+from headway.backends.triton.splits import TileColumn, TileSchedule, schedule_tiles
 from headway.core.contract.kernel import upload
 from headway.core.contract.layer import Invariance
 from headway.core.contract.layout import LayerCache
@@ -91,7 +93,6 @@ class Prefill:
             kv_lens = numpy.maximum(kv_lens, 1)  # a captured step also runs with longer sequences
         if dense and metadata.num_prefill_tokens <= FEW_TOKENS:
             config = replace(config, tma=False)
-        rule = self._rule(config)
         schedule = schedule_tiles(
             metadata.query_start_loc_cpu.numpy(),
             kv_lens,
@@ -99,7 +100,7 @@ class Prefill:
             config.block_m,
             config.block_n,
             spec.sliding_window,
-            rule.cut,
+            partial(self._split, config),
             spec.causal,
         )
         rows = upload(torch.from_numpy(schedule.rows), metadata.seq_lens.device)
@@ -139,9 +140,17 @@ class Prefill:
         self._launch_tiles(tuple(constants.values()), grid, arguments, constants, num_warps=8)
         return tiles
 
-    def _rule(self, config: PrefillConfig) -> RunRule:
-        spec = self._spec
-        return RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self.multiprocessors, self._num_splits)
+    def _split(self, config: PrefillConfig, tiles: Ints) -> Split:
+        """Return how to split query tiles. tiles: number of key tiles of each."""
+        spec, longest = self._spec, int(tiles.max())
+        if self._num_splits is not None:
+            return Split(0, -(-longest // self._num_splits))
+        flops = 2 * config.block_m * config.block_n * (spec.head_dim + spec.v_head_dim)
+        tile_us = flops * self.multiprocessors / config.flops_per_us
+        costs = (each / tile_us for each in (config.start_us, config.partial_us, 0.0, config.merge_us))
+        heads = spec.num_kv_heads
+        split, _ = Programs(self.multiprocessors, *costs).split(tiles.repeat(heads), heads)
+        return replace(split, whole=split.whole // heads)
 
     def workspace_bytes(self) -> int:
         """Return the maximum size of the partial results in bytes. With the option `extend_splits`, the partial results may be
@@ -149,7 +158,7 @@ class Prefill:
         if self._num_splits == 1:
             return 0
         configs = (self._arch.prefill, self._arch.prefill_short, self._arch.extend, self._arch.extend_gather)
-        rows = max(self._rule(config).max_programs() * config.block_m for config in configs)
+        rows = MAX_PARTIALS * self.multiprocessors * max(config.block_m for config in configs)
         return rows * (self._layer.block_dv + 1) * 4
 
     def run(

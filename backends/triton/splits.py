@@ -11,7 +11,8 @@ from functools import lru_cache
 import numpy
 from numpy.typing import NDArray
 
-from headway.backends.triton.configs import DecodeConfig, PrefillConfig
+from headway.backends.split_kv import Split
+from headway.backends.triton.configs import DecodeConfig
 
 COLUMNS = 8
 """Number of int32 columns in a row of the schedule."""
@@ -54,7 +55,7 @@ class TileSchedule:
     """[programs + merges, COLUMNS]: a row of `TileColumn`s per program, then a row of `MergeColumn`s per merged query tile.
 
     Sequences are ordered by decreasing length, so that concurrent programs share keys in the L2 cache. Each sequence begins with
-    its last query tile, which has the most keys, so that no long program starts last.
+    its last query tile, which has the most keys, so that no long program starts last. Query tiles that are split come last.
     """
     programs: int
     slots: int
@@ -73,7 +74,7 @@ def schedule_tiles(
     block_m: int,
     block_n: int,
     window: int | None,
-    cut: Callable[[Ints], tuple[int, int]],
+    choose: Callable[[Ints], Split],
     causal: bool = True,
 ) -> TileSchedule:
     """Split a step into query tiles of block_m rows, and the keys of a query tile into runs of tiles of block_n keys.
@@ -81,36 +82,34 @@ def schedule_tiles(
     starts: [num_seqs + 1]: index of each sequence's first query token, followed by the total number of query tokens.
     kv_lens: [num_seqs]: length of each sequence. 0 marks padding.
     group: number of query heads per kv head, which is the number of rows per token.
-    cut: function whose argument is the number of key tiles of each query tile. It returns (number of leading query tiles that are
-    not split, maximum number of key tiles per program for the others).
+    choose: function that returns how to split query tiles with these numbers of key tiles.
     causal: as in AttentionSpec.
     """
     rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window, causal)
     if len(rows) == 0:
         return TileSchedule(rows, 0, 0)
     tiles = (rows[:, TileColumn.KEY_END] + (block_n - 1)) // block_n - rows[:, TileColumn.FIRST_KEY_TILE]
-    whole, most = cut(tiles)
-    if most >= tiles.max():
+    parts = choose(tiles).parts(tiles)
+    split = parts.count > 1
+    if not split.any():
         return TileSchedule(rows, len(rows), 0)
 
-    tiles_per_program = -(-tiles // -(-tiles // most))
-    tiles_per_program[:whole] = tiles[:whole]
-    parts = -(-tiles // tiles_per_program)
-    split = parts > 1
-    slots = parts * split
-    first_slot = slots.cumsum() - slots
-    tile = numpy.arange(len(rows)).repeat(parts)
-    part = numpy.arange(len(tile)) - (parts.cumsum() - parts)[tile]
-    merges = rows[split]
+    first = split & (parts.number == 0)
+    merges = rows[parts.tile[first]]
     merges[:, : MergeColumn.FIRST_SLOT] = merges[:, [TileColumn.FIRST_TOKEN, TileColumn.QUERY_LEN, TileColumn.QUERY_TILE]]
-    merges[:, MergeColumn.FIRST_SLOT] = first_slot[split]
-    merges[:, MergeColumn.NUM_SLOTS] = parts[split]
-    rows, tiles_per_program = rows[tile], tiles_per_program[tile]
-    rows[:, TileColumn.FIRST_KEY_TILE] += part * tiles_per_program
-    end = (rows[:, TileColumn.FIRST_KEY_TILE] + tiles_per_program) * block_n
+    slots: Ints = (numpy.cumsum(split) - split).astype(numpy.int32)
+    merges[:, MergeColumn.FIRST_SLOT] = slots[first]
+    merges[:, MergeColumn.NUM_SLOTS] = parts.count[first]
+    rows = rows[parts.tile]
+    end = (rows[:, TileColumn.FIRST_KEY_TILE] + parts.last) * block_n
     rows[:, TileColumn.KEY_END] = numpy.minimum(rows[:, TileColumn.KEY_END], end)
-    rows[:, TileColumn.SLOT] = numpy.where(split[tile], first_slot[tile] + part, -1)
-    return TileSchedule(numpy.concatenate([rows, merges]), len(rows), int(slots.sum()))
+    rows[:, TileColumn.FIRST_KEY_TILE] += parts.first.astype(numpy.int32)
+    rows[:, TileColumn.SLOT] = numpy.where(split, slots, -1)
+    # The longest parts come first, and the first parts of all query tiles, so that concurrent programs share keys.
+    whole = int(split.argmax())
+    order = numpy.lexsort((parts.number[whole:], (parts.first - parts.last)[whole:]))
+    rows[whole:] = rows[whole:].take(order, axis=0)
+    return TileSchedule(numpy.concatenate([rows, merges]), len(rows), int(split.sum()))
 
 
 def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n: int, window: int | None, causal: bool) -> Ints:
@@ -206,80 +205,3 @@ def expected_us(
     if parts > FAN and not config.merge_launch_us:
         parts = FAN + -(-parts // FAN) + FAN_ROUND
     return time + (config.merge_launch_us + merge_us * parts if splits > 1 else 0.0)
-
-
-PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
-"""Candidate numbers of parts into which the keys of the longest query tile are split in prefill or extend."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunRule:
-    """Rule for the number of key tiles per program in prefill and extend."""
-
-    config: PrefillConfig
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    multiprocessors: int
-    num_splits: int | None = None
-    """Number of parts into which the longest query tile's keys are split, which overrides the rule. None means that the rule is
-    used."""
-
-    def cut(self, tiles: Ints) -> tuple[int, int]:
-        """Return (number of leading query tiles that are not split, maximum number of key tiles per program for the others).
-
-        tiles: number of key tiles that each query tile sees. If the query tiles fill slightly more than an integer number of
-        waves, splitting is useful only for the tiles in the last, incomplete wave.
-        """
-        longest, count = int(tiles.max()), len(tiles)
-        if self.num_splits is not None:
-            return 0, -(-longest // self.num_splits)
-        wave = max(self.multiprocessors * self.config.residents // self.num_kv_heads, 1)
-        best = self.expected_us(count, int(tiles.sum()), longest, longest), 0, longest
-        last = count // wave * wave
-        for whole in (0, last) if 0 < last < count and 1.25 * tiles[last:].min() > longest else (0,):
-            rest = count - whole
-            before_us = whole // wave * (longest * self.config.residents * self.tile_us() + self.config.wave_us)
-            total = int(tiles[whole:].sum())
-            most = min(longest, self.max_programs() // (rest * self.num_kv_heads))
-            for run in [-(-longest // parts) for parts in PARTS if 1 < parts <= most]:
-                time = before_us + self.expected_us(rest, total, longest, run)
-                if time > 2 * best[0]:
-                    break  # more parts take even longer
-                best = min(best, (time, whole, run))
-        return best[1:]
-
-    def max_programs(self) -> int:
-        """Return the maximum number of programs in a launch with splits."""
-        return MAX_WAVES * self.multiprocessors * self.config.residents
-
-    def tile_us(self) -> float:
-        """Return the time in microseconds of one key tile for a program that does not share its SM."""
-        flops = 2 * self.config.block_m * self.config.block_n * (self.head_dim + self.v_head_dim)
-        return flops * self.multiprocessors / self.config.flops_per_us
-
-    def expected_us(self, count: int, total: int, longest: int, run: int) -> float:
-        """Return the expected time of a launch in microseconds, without terms that are the same for all candidates.
-
-        count: number of query tiles.
-        total, longest: number of key tiles of all query tiles, and of the longest one.
-        run: maximum number of key tiles per program.
-        Parameters were fitted on an H200 (docs/kernels.md).
-        """
-        config, mean = self.config, total / count
-        parts = math.ceil(longest / run)
-        each = math.ceil(longest / parts)
-        # Query tiles of equal length are split equally. With very unequal lengths, each has half a part more than its length
-        # implies.
-        programs = count * math.ceil(mean / run) if 2 * mean > longest else max(count, total / run + count / 2)
-        tile_us = self.tile_us()
-        load = programs * self.num_kv_heads / self.multiprocessors  # programs per SM
-        waves, rest = divmod(load, config.residents)
-        wave_us = each * config.residents * tile_us + config.wave_us
-        time = waves * wave_us * min(1.0, mean / each) if waves > 1 else waves * wave_us
-        if rest > 0:
-            time += each * math.ceil(rest) * tile_us + config.wave_us
-        if run < longest:
-            rows = programs * self.num_kv_heads * config.block_m  # of partial results, written and read
-            time += config.merge_us + rows * (self.v_head_dim + 1) * 8 / config.bytes_per_us
-        return time

@@ -1,0 +1,144 @@
+"""Split-KV for prefill and extend (flash-decoding, Dao et al. 2023): choice of the items whose keys several programs share.
+
+An item is a query tile of one kv head. Programs are thread blocks that run concurrently. A program that ends an item takes the
+next one. Times are in units of the time of one key tile.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+Ints = NDArray[numpy.integer[Any]]
+Floats = NDArray[numpy.floating[Any]]
+PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+"""Candidate numbers of parts into which the keys of the longest item are split."""
+TAPERED = (3, 4, 5, 6, 7)
+"""Candidate numbers of parts for tapered splits."""
+MAX_PARTIALS = 4
+"""Maximum number of partial results of a step, per program."""
+_GAIN, _WORTH = 0.98, 2.0  # A split must take at most 98 % of the time without it, and save 2 key tiles
+_MAX_ROUNDS = 16  # Number of items per program from which on an incomplete last round does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Split of a step's items into parts with fewer key tiles. The first `whole` items are not split."""
+
+    whole: int
+    run: int
+    """Maximum number of key tiles per part, on average. An item has as few parts as possible."""
+    tapered: bool = False
+    """False if the parts of a query tile are equal. True if each part has half of the key tiles that are left, so that short
+    parts fill the gaps at the end."""
+
+    def parts(self, lengths: Ints) -> Parts:
+        """Return the parts of these query tiles, tile after tile. lengths: number of key tiles of each."""
+        counts = -(-lengths // self.run)
+        counts[: self.whole] = 1
+        tile = numpy.repeat(numpy.arange(len(lengths)), counts)
+        number = numpy.arange(len(tile)) - (numpy.cumsum(counts) - counts)[tile]
+        length, count = lengths[tile], counts[tile]
+        if self.tapered:
+            first, last = length - (length >> number), length - (length >> number + 1)
+            last[number + 1 == count] = length[number + 1 == count]
+        else:
+            first, last = length * number // count, length * (number + 1) // count
+        return Parts(tile, number, count, first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of query tiles: arrays with one element per part."""
+
+    tile: Ints
+    number: Ints
+    count: Ints
+    """Number of parts of the same query tile."""
+    first: Ints
+    """First key tile, counted from the first one of the query tile."""
+    last: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Programs that run concurrently, and the costs of items."""
+
+    count: int
+    start: float
+    """Fixed cost of an item, in key tiles."""
+    partial: float
+    """Additional cost of an item with a partial result."""
+    merge: float = 0.0
+    """Time to read one partial result."""
+    launch: float = 0.0
+    """Time to launch a kernel that merges partial results. 0 if the last program of a query tile merges."""
+
+    def costs(self, parts: Parts) -> Floats:
+        """Return the estimated time of each part."""
+        return parts.last - parts.first + self.start + self.partial * (parts.count > 1)
+
+    def ends(self, costs: Floats, begins: Floats) -> Floats:
+        """Return the times at which programs end. This is exact if items have similar costs, and otherwise too late.
+
+        costs: time of each item, in the order in which programs take them. begins: [programs]: time at which each program begins.
+        """
+        rounds = -(-len(costs) // self.count)
+        padded = numpy.zeros((rounds, self.count))
+        padded.reshape(-1)[: len(costs)] = costs
+        ends = begins.copy()
+        for round_costs in padded:
+            ends.sort()
+            ends += round_costs
+        return ends
+
+    def end_of_queue(self, costs: Floats) -> float:
+        """Return the exact time at which the last program ends. costs: as in `ends`, which takes a tenth of the time."""
+        ends = [0.0] * self.count
+        for cost in costs.tolist():
+            heapq.heapreplace(ends, ends[0] + cost)
+        return max(ends)
+
+    def split(self, lengths: Ints, heads: int = 1, limit: float = math.inf) -> tuple[Split, float]:
+        """Return the split with the lowest estimated time, and that time in key tiles.
+
+        lengths: number of key tiles of each item, in the order in which programs take them.
+        heads: divisor of the number of items that are not split.
+        limit: time from which on the result need not be the best.
+
+        Without a split, some programs have one item more than others, and the others wait at the end. To avoid this, the items of
+        the last, incomplete round of all programs are split, or also the items of the round before, or all items.
+        """
+        count, idle = len(lengths), numpy.zeros(self.count)
+        unsplit, even = Split(count, int(lengths.max())), (float(lengths.sum()) + self.start * count) / self.count
+        if count > _MAX_ROUNDS * self.count and unsplit.run < even:
+            return unsplit, even
+        best = unsplit, float(self.ends(lengths + self.start, idle).max())
+        even += self.partial + self.launch + 2 * self.merge
+        full = count // self.count * self.count
+        wholes = {each // heads * heads for each in (0, max(full - self.count, 0), full)}
+        for whole in sorted(wholes - {count}, reverse=True):
+            if even > min(_GAIN * best[1], best[1] - _WORTH, limit):
+                break
+            begins, rest = self.ends(lengths[:whole] + self.start, idle), lengths[whole:]
+            longest, busy = int(rest.max()), float(begins.sum())
+            candidates = [Split(whole, -(-longest // parts)) for parts in PARTS if 2 * parts <= longest]
+            if count <= 2 * self.count and whole == 0:
+                candidates += [Split(0, -(-longest // n), True) for n in TAPERED if longest << 2 >= n << n]
+            for candidate in candidates:
+                counts = -(-rest // candidate.run)
+                partials, merging = int(counts[counts > 1].sum()), self.launch + self.merge * int(counts.max())
+                work = float(rest.sum()) + self.start * float(counts.sum()) + self.partial * partials
+                most = min(_GAIN * best[1], limit) - merging
+                if partials <= MAX_PARTIALS * self.count and busy + work < most * self.count:
+                    costs = self.costs(replace(candidate, whole=0).parts(rest))
+                    costs[::-1].sort()
+                    time = self.end_of_queue(costs) if candidate.tapered else float(self.ends(costs, begins).max())
+                    if time < most:
+                        best = candidate, time + merging
+        return best
