@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options
 from headway.backends.varlen import VARLEN, VarlenAttention, VarlenStep
+from headway.core.contract.backend import Options
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase

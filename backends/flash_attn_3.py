@@ -18,8 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options
-from headway.core.contract.backend import AttentionBackend, Lengths, StepLimits, fits
+from headway.core.contract.backend import AttentionBackend, Lengths, Options, StepLimits, fits
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import GraphLevel

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options
 from headway.backends.varlen import VarlenAttention, VarlenStep
+from headway.core.contract.backend import Options
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import PluginError
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.kernel import announce_compilation
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache

@@ -9,8 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from headway.backends.options import Options
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, RULE_FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layer import Invariance

@@ -1,4 +1,4 @@
-"""Split-KV for prefill and extend (flash-decoding, Dao et al. 2023): choice of the items whose keys several programs share.
+"""Query tiles of prefill and extend, and split-KV (flash-decoding, Dao et al. 2023): which keys several programs share.
 
 An item is a query tile of one kv head. Programs are thread blocks that run concurrently. A program that ends an item takes the
 next one. Times are in units of the time of one key tile.
@@ -24,6 +24,46 @@ MAX_PARTIALS = 4
 """Maximum number of partial results of a step, per program."""
 _GAIN, _WORTH = 0.98, 2.0  # A split must take at most 98 % of the time without it, and save 2 key tiles
 _MAX_ROUNDS = 16  # Number of items per program from which on an incomplete last round does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """Query tiles of a step for one kv head, in order of decreasing sequence length. Within a sequence, the last tile, which has
+    the most keys, comes first. Arrays have one element per query tile."""
+
+    seq: Ints
+    number: Ints
+    """Position of the tile in its sequence."""
+    first: Ints
+    """First key tile."""
+    end: Ints
+    """End of the keys: index of the first key that no query of the tile sees."""
+
+    @classmethod
+    def of(
+        cls, query_lens: Ints, kv_lens: Ints, group: int, rows: int, keys: int, window: int | None, causal: bool = True
+    ) -> QueryTiles:
+        """Return the query tiles of a step.
+
+        query_lens, kv_lens: [num_seqs]. A kv_len of 0 marks padding. group: number of rows of a token. rows, keys: size of a
+        tile. causal: as in AttentionSpec.
+        """
+        counts = -(-query_lens * group // rows) * (kv_lens > 0)
+        order = numpy.argsort(-kv_lens, kind="stable")
+        seq = numpy.repeat(order, counts[order])
+        number = numpy.repeat(numpy.cumsum(counts[order]), counts[order]) - 1 - numpy.arange(len(seq))
+        context, end = (kv_lens - query_lens)[seq], kv_lens[seq]
+        ahead = 1 if causal else window  # keys after the tile's newest query
+        if ahead is not None:
+            end = numpy.minimum(context + ((number + 1) * rows - 1) // group + ahead, end)
+        first = numpy.zeros_like(end)
+        if window is not None:
+            first = numpy.maximum(context + number * rows // group - window + 1, 0) // keys
+        return cls(seq, number, first, end)
+
+    def lengths(self, keys: int) -> Ints:
+        """Return the number of key tiles of each query tile."""
+        return -(-self.end // keys) - self.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +104,16 @@ class Parts:
     """First key tile, counted from the first one of the query tile."""
     last: Ints
 
+    @property
+    def shared(self) -> NDArray[numpy.bool_]:
+        """True for parts with a partial result."""
+        return self.count > 1
+
+    @property
+    def slots(self) -> Ints:
+        """Number of each part's partial result."""
+        return numpy.cumsum(self.shared) - self.shared
+
 
 @dataclass(frozen=True, slots=True)
 class Programs:
@@ -81,7 +131,7 @@ class Programs:
 
     def costs(self, parts: Parts) -> Floats:
         """Return the estimated time of each part."""
-        return parts.last - parts.first + self.start + self.partial * (parts.count > 1)
+        return parts.last - parts.first + self.start + self.partial * parts.shared
 
     def ends(self, costs: Floats, begins: Floats) -> Floats:
         """Return the times at which programs end. This is exact if items have similar costs, and otherwise too late.

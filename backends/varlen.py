@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase

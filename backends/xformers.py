@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options
 from headway.backends.varlen import VARLEN
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import CacheLayout, LayerCache

@@ -23,9 +23,8 @@ from headway.backends.hopper.tiles import (
     tiles_of,
     variant_of,
 )
-from headway.backends.options import Options, count_of
 from headway.backends.split_kv import MAX_PARTIALS
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.kernel import GraphLevel, upload
@@ -218,15 +217,14 @@ class HopperKernels:
 
     def _grow(self, schedule: Schedule) -> None:
         """Enlarge the buffers for partial results. Old buffers stay allocated, since earlier steps or graphs may use them."""
-        groups = schedule.tile.groups
-        floats = schedule.num_partials * groups * _partial_floats(self._spec.v_head_dim)
-        tickets = schedule.num_tickets * groups
+        results = schedule.num_partials * schedule.tile.groups
+        floats = results * _partial_floats(self._spec.v_head_dim)
         if self._partials.numel() < floats:
             self._outgrown.append(self._partials)
             self._partials = torch.empty(floats, dtype=torch.float32, device=self._spec.device)
-        if self._tickets.numel() < tickets:
+        if self._tickets.numel() < results:
             self._outgrown.append(self._tickets)
-            self._tickets = torch.zeros(2 * tickets, dtype=torch.int32, device=self._spec.device)
+            self._tickets = torch.zeros(2 * results, dtype=torch.int32, device=self._spec.device)
 
 
 def _partial_floats(v_head_dim: int) -> int:
@@ -274,7 +272,7 @@ class HopperAttention(HopperBackend):
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
-        self._attention = HopperKernels(spec, block_size, count_of(self.name, options, "num_splits"))
+        self._attention = HopperKernels(spec, block_size, self.count_option(options, "num_splits"))
 
     @classmethod
     def available(cls) -> Support:

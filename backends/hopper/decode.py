@@ -15,11 +15,11 @@ from torch import Tensor
 
 from headway.backends.hopper.backend import HopperAttention, HopperBackend, has_rows_of_16_bytes
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
-from headway.backends.options import Options, count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import DecodeConfig, architecture
 from headway.backends.triton.decode import Decode, DecodePlan, NewRows
 from headway.backends.triton.layer import KernelSetup, Layer
+from headway.core.contract.backend import Options
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -264,7 +264,7 @@ class HopperDecoding(SplitDecoding):
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
-        self._decode = HopperDecode(setup_of(spec, layout, block_size), count_of(self.name, options, "num_splits"))
+        self._decode = HopperDecode(setup_of(spec, layout, block_size), self.count_option(options, "num_splits"))
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:

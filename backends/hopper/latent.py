@@ -17,12 +17,12 @@ from triton import next_power_of_2
 from headway.backends.hopper.backend import has_rows_of_16_bytes
 from headway.backends.hopper.decode import SplitDecoding, setup_of
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
-from headway.backends.options import Options, count_of
 from headway.backends.triton.chunk_kernel import max_chunk_count
 from headway.backends.triton.configs import DecodeConfig
 from headway.backends.triton.decode import DecodePlan, NewRows
 from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import KernelSetup
+from headway.core.contract.backend import Options
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import LATENT, CacheLayout, LayerCache
@@ -230,9 +230,9 @@ class HopperLatent(SplitDecoding):
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
-        tile = HeadTile.of(spec.num_heads, count_of(self.name, options, "cluster"))
+        tile = HeadTile.of(spec.num_heads, self.count_option(options, "cluster"))
         assert tile is not None, "asked by supports"
-        splits = count_of(self.name, options, "num_splits")
+        splits = self.count_option(options, "num_splits")
         self._decode = HopperLatentDecode(setup_of(spec, layout, block_size), splits, tile)
 
     @classmethod

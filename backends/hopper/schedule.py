@@ -10,33 +10,18 @@ import numpy
 from numpy.typing import NDArray
 
 from headway.backends.hopper.tiles import AttentionTile
-from headway.backends.split_kv import Ints, Programs, Split
+from headway.backends.split_kv import Ints, Programs, QueryTiles, Split
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
-ITEM_INTS = 12
+ITEM_INTS = 11
 """Number of integers in struct Item of shape.cuh."""
 L2_BYTES = 32 << 20
 """Maximum number of bytes of keys and values that concurrent programs share in the L2 cache of an H100 or H200. The rest of the
 cache is left for other data."""
-_ITEM = {"start": 1.3, "partial": 1.3, "merge": 0.7}
-"""Costs of an item in key tiles, fitted on an H200. An item's first scores and last accumulation overlap with nothing."""
+_ONE = Programs(1, start=1.3, partial=1.3, merge=0.7)
+"""Costs in key tiles, fitted on an H200. An item's first scores and last accumulation overlap with nothing."""
 _COSTS = {1: 0.62, 2: 1.0, 3: 1.45, 4: 0.8}  # Relative time of a key tile, by number of warpgroups that run MMAs
-
-
-@dataclass(frozen=True, slots=True)
-class QueryTiles:
-    """Query tiles of a step, and the range of key tiles of each query tile before splitting."""
-
-    seq: Ints
-    tile: Ints
-    first: Ints
-    last: Ints
-
-    @property
-    def lengths(self) -> Ints:
-        """Number of key tiles of each query tile."""
-        return self.last - self.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +32,6 @@ class Schedule:
     items: NDArray[numpy.int32]
     """[num_items, ITEM_INTS]: items in the order in which programs take them."""
     num_partials: int = 0
-    num_tickets: int = 0
-    """Number of items that were split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +68,9 @@ class Problem:
         )
 
     def rows(self, tile: AttentionTile) -> QueryTiles:
-        """Return the query tiles of one kv head, in order of decreasing sequence length. Within a sequence, the last tile, which
-        has the most keys, comes first."""
+        """Return the query tiles of one kv head."""
         used = tile.rows_used(self.group) * max(tile.cluster, 1)
-        counts = -(-self.query_lens * self.group // used) * (self.kv_lens > 0)
-        order = numpy.argsort(-self.kv_lens, kind="stable")
-        seq = numpy.repeat(order, counts[order])
-        number = numpy.repeat(numpy.cumsum(counts[order]), counts[order]) - 1 - numpy.arange(len(seq))
-        last_token = numpy.minimum(((number + 1) * used - 1) // self.group, self.query_lens[seq] - 1)
-        before = (self.kv_lens - self.query_lens)[seq]
-        last = -(-(before + last_token + 1) // tile.keys)
-        if self.window is None:
-            return QueryTiles(seq, number, numpy.zeros_like(last), last)
-        first_token = number * used // self.group
-        return QueryTiles(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
+        return QueryTiles.of(self.query_lens, self.kv_lens, self.group, used, tile.keys, self.window)
 
     def sections(self, count: int) -> int:
         """Return the number of sections of kv heads, which are processed one after the other. A section has as many heads as have
@@ -130,10 +102,10 @@ def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | N
             return Schedule(tile, numpy.zeros((0, ITEM_INTS), dtype=numpy.int32))
         if num_splits is None:
             limit = math.inf if best is None else best[0] / (_COSTS[tile.groups] * tile.keys)
-            lengths = rows.lengths[shared.order(rows.lengths)[0]]
-            split, time = Programs(shared.programs, **_ITEM).split(lengths, limit=limit)
+            lengths = rows.lengths(tile.keys)
+            split, time = replace(_ONE, count=shared.programs).split(lengths[shared.order(lengths)[0]], limit=limit)
         else:
-            split, time = Split(0, -(-int(rows.lengths.max()) // num_splits)), 0.0
+            split, time = Split(0, -(-int(rows.lengths(tile.keys).max()) // num_splits)), 0.0
         time *= _COSTS[tile.groups] * tile.keys
         if best is None or time < best[0]:
             best = time, shared, tile, rows, split
@@ -144,30 +116,29 @@ def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | N
 def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, split: Split) -> Schedule:
     """Return the items of a step. Within a section of kv heads, parts come after the items that are not split, the longest and
     the first part of each query tile first, so that concurrent programs share keys."""
+    lengths = rows.lengths(tile.keys)
     whole = numpy.zeros((len(rows.seq), ITEM_INTS), dtype=numpy.int32)
     whole[:, 0] = problem.starts[rows.seq]
     whole[:, 1] = problem.query_lens[rows.seq]
     whole[:, 2] = problem.kv_lens[rows.seq]
     whole[:, 3] = rows.seq
-    whole[:, 4] = rows.tile
+    whole[:, 4] = rows.number
     whole[:, 5] = rows.first
-    whole[:, 6] = rows.last
+    whole[:, 6] = rows.first + lengths
     whole[:, 7] = 1
-    of, head, section = problem.order(rows.lengths)
+    of, head, section = problem.order(lengths)
     items = whole.take(of, axis=0)
-    items[:, 11] = head
+    items[:, 10] = head
     if split.whole >= len(items):
         return Schedule(tile, items)
-    parts = split.parts(rows.lengths[of])
-    shared = parts.count > 1
+    parts = split.parts(lengths[of])
     items = items.take(parts.tile, axis=0)
     items[:, 6] = items[:, 5] + parts.last
     items[:, 5] += parts.first.astype(numpy.int32)
     items[:, 7] = parts.count
     items[:, 8] = parts.number
-    items[:, 9] = numpy.cumsum(shared) - shared - parts.number
-    items[:, 10] = numpy.cumsum(shared & (parts.number == 0)) - 1
+    items[:, 9] = parts.slots - parts.number
     rest = slice(split.whole, None)
     order = numpy.lexsort((parts.number[rest], (parts.first - parts.last)[rest], section[parts.tile[rest]]))
     items[rest] = items[rest].take(order, axis=0)
-    return Schedule(tile, items, int(shared.sum()), int((shared & (parts.number == 0)).sum()))
+    return Schedule(tile, items, int(parts.shared.sum()))

@@ -10,14 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.options import Options, count_of
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import KernelSetup, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.backends.triton.rule_code import inlines
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.kernel import GraphLevel
@@ -85,7 +84,7 @@ class TritonAttention(AttentionBackend):
             workspace=Workspace(spec.device),
         )
         decode = LatentDecode if setup.layer.value_first else Decode
-        splits, extend_splits = (count_of(self.name, options, name) for name in ("num_splits", "extend_splits"))
+        splits, extend_splits = (self.count_option(options, name) for name in ("num_splits", "extend_splits"))
         if spec.invariance >= Invariance.PHASE and (splits or extend_splits):
             name = "num_splits" if splits else "extend_splits"
             raise ConfigError(f"--attn-opt {self.name}.{name}", "no splits, in deterministic mode full", splits or extend_splits)

@@ -147,9 +147,9 @@ class Prefill:
             return Split(0, -(-longest // self._num_splits))
         flops = 2 * config.block_m * config.block_n * (spec.head_dim + spec.v_head_dim)
         tile_us = flops * self.multiprocessors / config.flops_per_us
-        costs = (each / tile_us for each in (config.start_us, config.partial_us, 0.0, config.merge_us))
+        start, partials, launch = (each / tile_us for each in (config.start_us, config.partial_us, config.merge_us))
         heads = spec.num_kv_heads
-        split, _ = Programs(self.multiprocessors, *costs).split(tiles.repeat(heads), heads)
+        split, _ = Programs(self.multiprocessors, start, partials, launch=launch).split(tiles.repeat(heads), heads)
         return replace(split, whole=split.whole // heads)
 
     def workspace_bytes(self) -> int:

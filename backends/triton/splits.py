@@ -9,9 +9,8 @@ from enum import IntEnum
 from functools import lru_cache
 
 import numpy
-from numpy.typing import NDArray
 
-from headway.backends.split_kv import Split
+from headway.backends.split_kv import Ints, QueryTiles, Split
 from headway.backends.triton.configs import DecodeConfig
 
 COLUMNS = 8
@@ -42,9 +41,6 @@ class MergeColumn(IntEnum):
     QUERY_TILE = 2
     FIRST_SLOT = 3
     NUM_SLOTS = 4
-
-
-Ints = NDArray[numpy.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,61 +81,32 @@ def schedule_tiles(
     choose: function that returns how to split query tiles with these numbers of key tiles.
     causal: as in AttentionSpec.
     """
-    rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window, causal)
+    query_lens = starts[1:] - starts[:-1]
+    tiles = QueryTiles.of(query_lens, kv_lens, group, block_m, block_n, window, causal)
+    columns = tiles.seq, starts[tiles.seq], query_lens[tiles.seq], kv_lens[tiles.seq], tiles.number, tiles.first, tiles.end
+    rows = numpy.stack((*columns, numpy.full(len(tiles.seq), -1)), axis=1, dtype=numpy.int32, casting="same_kind")
     if len(rows) == 0:
         return TileSchedule(rows, 0, 0)
-    tiles = (rows[:, TileColumn.KEY_END] + (block_n - 1)) // block_n - rows[:, TileColumn.FIRST_KEY_TILE]
-    parts = choose(tiles).parts(tiles)
-    split = parts.count > 1
-    if not split.any():
+    lengths = tiles.lengths(block_n)
+    parts = choose(lengths).parts(lengths)
+    if not parts.shared.any():
         return TileSchedule(rows, len(rows), 0)
 
-    first = split & (parts.number == 0)
+    first = parts.shared & (parts.number == 0)
     merges = rows[parts.tile[first]]
     merges[:, : MergeColumn.FIRST_SLOT] = merges[:, [TileColumn.FIRST_TOKEN, TileColumn.QUERY_LEN, TileColumn.QUERY_TILE]]
-    slots: Ints = (numpy.cumsum(split) - split).astype(numpy.int32)
-    merges[:, MergeColumn.FIRST_SLOT] = slots[first]
+    merges[:, MergeColumn.FIRST_SLOT] = parts.slots[first]
     merges[:, MergeColumn.NUM_SLOTS] = parts.count[first]
     rows = rows[parts.tile]
     end = (rows[:, TileColumn.FIRST_KEY_TILE] + parts.last) * block_n
     rows[:, TileColumn.KEY_END] = numpy.minimum(rows[:, TileColumn.KEY_END], end)
     rows[:, TileColumn.FIRST_KEY_TILE] += parts.first.astype(numpy.int32)
-    rows[:, TileColumn.SLOT] = numpy.where(split, slots, -1)
+    rows[:, TileColumn.SLOT] = numpy.where(parts.shared, parts.slots, -1)
     # The longest parts come first, and the first parts of all query tiles, so that concurrent programs share keys.
-    whole = int(split.argmax())
+    whole = int(parts.shared.argmax())
     order = numpy.lexsort((parts.number[whole:], (parts.first - parts.last)[whole:]))
     rows[whole:] = rows[whole:].take(order, axis=0)
-    return TileSchedule(numpy.concatenate([rows, merges]), len(rows), int(split.sum()))
-
-
-def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n: int, window: int | None, causal: bool) -> Ints:
-    """Return one row of `TileColumn`s for each query tile, with all keys that the tile sees."""
-    sequences = numpy.empty((len(kv_lens), 4), numpy.int32)
-    sequences[:, TileColumn.SEQUENCE] = numpy.arange(len(kv_lens))
-    sequences[:, TileColumn.FIRST_TOKEN] = starts[:-1]
-    sequences[:, TileColumn.QUERY_LEN] = starts[1:] - starts[:-1]
-    sequences[:, TileColumn.KV_LEN] = kv_lens
-    counts = -(-(sequences[:, TileColumn.QUERY_LEN] * group) // block_m) * (kv_lens > 0)
-    if len(counts) > 1:
-        order = numpy.argsort(-kv_lens, kind="stable")
-        counts, sequences = counts[order], sequences[order]
-    rows = numpy.empty((counts.sum(), COLUMNS), numpy.int32)
-    if len(rows) == 0:
-        return rows
-    rows[:, : TileColumn.QUERY_TILE] = sequences.repeat(counts, 0)
-    numbers = counts.cumsum(dtype=numpy.int32).repeat(counts) - numpy.arange(1, len(rows) + 1, dtype=numpy.int32)
-    kv_len = rows[:, TileColumn.KV_LEN]
-    context = kv_len - rows[:, TileColumn.QUERY_LEN]
-    rows[:, TileColumn.QUERY_TILE] = numbers
-    rows[:, TileColumn.FIRST_KEY_TILE] = 0
-    if window is not None:
-        rows[:, TileColumn.FIRST_KEY_TILE] = numpy.maximum(context + numbers * block_m // group - window + 1, 0) // block_n
-    rows[:, TileColumn.KEY_END] = kv_len
-    ahead = 1 if causal else window  # keys after the tile's newest query
-    if ahead is not None:
-        rows[:, TileColumn.KEY_END] = numpy.minimum(context + (numbers * block_m + (block_m - 1)) // group + ahead, kv_len)
-    rows[:, TileColumn.SLOT] = -1
-    return rows
+    return TileSchedule(numpy.concatenate([rows, merges]), len(rows), int(parts.shared.sum()))
 
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

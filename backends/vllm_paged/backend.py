@@ -13,8 +13,7 @@ import torch
 from numpy import float32, int32
 from torch import Tensor
 
-from headway.backends.options import Options, count_of
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, Options
 from headway.core.contract.capabilities import FEATURES, Capabilities
 from headway.core.contract.kernel import GraphLevel
 from headway.core.contract.layout import VLLM_5D, CacheLayout, LayerCache
@@ -345,7 +344,7 @@ class VllmPagedAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
-        cut = count_of(self.name, options, "num_warps", MAX_WARPS), count_of(self.name, options, "num_partitions", None)
+        cut = self.count_option(options, "num_warps", MAX_WARPS), self.count_option(options, "num_partitions", None)
         self._decode = PagedDecode(spec, block_size, cut)
 
     @classmethod

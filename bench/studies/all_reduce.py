@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.ranks.torch_ranks import SIZES, TorchRanks, find_store, make_store
+from headway.core.engine.ranks.torch_ranks import SIZES, TorchRanks, make_store
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import command_line
 from headway.core.system.shared_ring import LifeSigns
@@ -142,7 +142,7 @@ def _peers(ranks: TorchRanks) -> Iterator[TorchOneShot | VllmCustom]:
 def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]]) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    store = store or find_store(port, size)
+    store = store or make_store(size, port)
     ranks = TorchRanks(store, rank, size, device, LifeSigns(numpy.zeros(16, numpy.int64)))
     choose_all_reduce(ranks, create_registry(policy="none").all_reduce, _MEASURED)
     for method in (*ranks.sums, *_peers(ranks)):

@@ -18,6 +18,9 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 
+Options = Mapping[str, str] | None
+"""Option name -> value from `--attn-opt`, for one backend. None means that no option is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
@@ -121,13 +124,25 @@ class AttentionBackend(Kernel):
     """True if this instance implements `write_and_decode`, which saves one launch per layer. `__init__` may set it according to
     spec and layout. (vLLM's equivalent: `forward_includes_kv_cache_update`.)"""
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         self.spec = spec
         self.layout = layout
         self.block_size = block_size
         self.check_options(options or {})
+
+    @classmethod
+    def count_option(cls, options: Options, name: str, most: int | None = None) -> int | None:
+        """Return the integer of an option, or None if the option is not given.
+
+        :raises ConfigError: if the value is not an integer between 1 and `most`.
+        """
+        text = (options or {}).get(name)
+        if text is None:
+            return None
+        if not text.isdigit() or int(text) < 1 or (most is not None and int(text) > most):
+            need = "a number of at least 1" if most is None else f"a number from 1 to {most}"
+            raise ConfigError(f"--attn-opt {cls.name}.{name}", need, repr(text))
+        return int(text)
 
     @classmethod
     def check_options(cls, options: Mapping[str, str]) -> None:

@@ -101,13 +101,13 @@ def _make(start: StartRank, wire: Wire, progress: LifeSigns, choices: Callable[[
     """Join the other ranks and make this rank's executor, ready for steps."""
     import torch
 
-    from headway.core.engine.ranks.torch_ranks import TorchRanks, find_store
+    from headway.core.engine.ranks.torch_ranks import TorchRanks, make_store
 
     if start.num_threads is not None:
         torch.set_num_threads(start.num_threads)
     make: MakeRank = pickle.loads(start.make)
     size = start.ring.num_readers + 1
-    store = find_store(start.port, size)
+    store = make_store(size, start.port)
     wire.send(RankJoins())
     ranks = TorchRanks(store, start.rank, size, torch.device(start.device), progress)
     executor = make(RankStart(ranks, start.device, choices))

@@ -53,19 +53,3 @@ def test_a_split_pays_and_its_partial_results_fit_the_workspace(programs: Progra
     if len(items) <= 16 * programs.count:
         unsplit = queue_time(programs, items, Split(len(items), 3000))
         assert queue_time(programs, items, split) <= min(1.02 * time, 1.1 * unsplit + 4)
-
-
-CELLS = [(56, 38, 1.5), (26, 38, 1.5), (290, 398, 1.04), (400, 398, 1.04), (960, 84, 1.06), (68, 398, 1.08), (128, 469, 1.04)]
-
-
-@pytest.mark.parametrize(("count", "length", "most"), CELLS)
-@pytest.mark.parametrize("programs", [H200, SEPARATE])
-def test_all_programs_are_busy_nearly_all_the_time(programs: Programs, count: int, length: int, most: float) -> None:
-    items = numpy.full(count, length)
-    split, _ = programs.split(items)
-    assert queue_time(programs, items, split) <= most * (items.sum() + programs.start * count) / programs.count + 4
-
-
-def test_full_rounds_are_not_split() -> None:
-    for programs in (H200, SEPARATE):
-        assert programs.split(numpy.full(132 * 3, 100))[0].whole == 132 * 3

@@ -30,7 +30,6 @@ from headway.core.engine.ranks.torch_ranks import (
     TorchRanks,
     describe_sums,
     fastest_sum,
-    find_store,
     make_store,
 )
 from headway.core.select.costs import AxisTimes
@@ -205,7 +204,7 @@ def ranks_of(kernel: type[Gloo], budget: float, kernels: Any = None) -> list[Tor
     store = make_store(2)
 
     def rank(number: int) -> TorchRanks:
-        joined = find_store(store.port, 2) if number else store
+        joined = make_store(2, store.port) if number else store
         ranks = TorchRanks(joined, number, 2, CPU, LifeSigns(numpy.zeros(16, numpy.int64)))
         choose_all_reduce(ranks, kernels or one, budget)
         return ranks

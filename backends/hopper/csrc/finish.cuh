@@ -65,7 +65,7 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
   __threadfence();
   const int barrier = ALONE + threadIdx.x / 128 - 1;
   named_sync(barrier, 128);
-  int* ticket = arguments.tickets + item.ticket * GROUPS + group;
+  int* ticket = arguments.tickets + item.partial * GROUPS + group;
   if (!named_any(barrier, 128, thread == 0 && atomicAdd(ticket, 1) == item.splits - 1)) return false;
   __threadfence();
   if (thread == 0) *ticket = 0;

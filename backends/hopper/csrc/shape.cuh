@@ -45,8 +45,7 @@ struct Item {
   int last;
   int splits;   // programs that share the rows; 1: nobody does
   int split;    // which of them this is
-  int partial;  // number of the first split's partial result
-  int ticket;   // number of the counter that those programs share
+  int partial;  // number of the first split's partial result, and of the counter that those programs share
   int head;     // the kv head; negative after the last item
 };
 constexpr int ITEM_INTS = sizeof(Item) / 4;

@@ -167,18 +167,14 @@ def _collective(call: Callable[[], Any]) -> None:
         raise CollectiveError(f"ranks: {' '.join(str(error).split())}") from error
 
 
-def make_store(size: int) -> Any:
-    """Return rank 0's store, through which the ranks find one another: a TCPStore on a free loopback port."""
+def make_store(size: int, port: int = 0) -> Any:
+    """Return a TCPStore through which the ranks find one another: rank 0's, on a free loopback port, or a connection to it.
+
+    port: port of rank 0's store, or 0 on rank 0.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(LOOPBACK, 0, size, is_master=True, timeout=_JOIN, wait_for_workers=False)
-
-
-def find_store(port: int, size: int) -> Any:
-    """Return a connection to rank 0's store."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(LOOPBACK, port, size, is_master=False, timeout=_JOIN, wait_for_workers=False)
+    return TCPStore(LOOPBACK, port, size, is_master=port == 0, timeout=_JOIN, wait_for_workers=False)
 
 
 def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:

@@ -88,7 +88,7 @@ def test_the_registry_takes_their_claims(registry: Registry, name: str, backend:
 
 def test_options_are_numbers() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        attention.count_of("hopper", {"num_splits": "none"}, "num_splits")
+        HopperAttention.count_option({"num_splits": "none"}, "num_splits")
 
 
 STEPS = [[(1000, 1000), (3, 3), (260, 260)], [(200, 3200), (64, 64), (5, 705)], [(40, 9040), (17, 117)]]
@@ -200,9 +200,9 @@ def test_each_row_meets_each_key_once(
     rows = tile.rows_used(group) * max(tile.cluster, 1)
     seen = [numpy.zeros((heads, q * group, -(-(q + c) // tile.keys)), dtype=numpy.int64) for q, c in lengths]
     partials: set[int] = set()
-    tickets: dict[tuple[int, int, int], set[int]] = {}
+    counters: dict[tuple[int, int, int], set[int]] = {}
     starts = numpy.cumsum([0] + [q for q, _ in lengths])
-    for start, query_len, kv_len, seq, number, first, last, splits, split, partial, ticket, head in schedule.items.tolist():
+    for start, query_len, kv_len, seq, number, first, last, splits, split, partial, head in schedule.items.tolist():
         assert (start, query_len, kv_len) == (starts[seq], lengths[seq][0], sum(lengths[seq]))
         assert first < last
         seen[seq][head, number * rows : (number + 1) * rows, first:last] += 1
@@ -210,10 +210,10 @@ def test_each_row_meets_each_key_once(
             assert 0 <= partial + split < schedule.num_partials
             assert partial + split not in partials
             partials.add(partial + split)
-            tickets.setdefault((seq, number, head), set()).add(ticket)
+            counters.setdefault((seq, number, head), set()).add(partial)
     assert len(partials) == schedule.num_partials
-    assert all(len(each) == 1 for each in tickets.values())
-    assert len(set.union(set(), *tickets.values())) == len(tickets) == schedule.num_tickets
+    assert all(len(each) == 1 for each in counters.values())
+    assert len(set.union(set(), *counters.values())) == len(counters)
     for (query_len, context), met in zip(lengths, seen, strict=True):
         assert met.max() == 1
         for row in range(query_len * group):
