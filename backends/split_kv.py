@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 Ints = NDArray[numpy.integer[Any]]
 Floats = NDArray[numpy.floating[Any]]
-PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+PARTS = numpy.array((2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64))
 """Candidate numbers of parts into which the keys of the longest item are split."""
-TAPERED = (3, 4, 5, 6, 7)
+TAPERED = (4, 6)
 """Candidate numbers of parts for tapered splits."""
 MAX_PARTIALS = 4
 """Maximum number of partial results of a step, per program."""
 _GAIN, _WORTH = 0.98, 2.0  # A split must take at most 98 % of the time without it, and save 2 key tiles
+_TAPER = 1.05  # Tapered splits are tried if the best equal one takes at least this multiple of the work per program
+_TRIED = 3  # Number of candidates whose time is estimated item by item
 _MAX_ROUNDS = 16  # Number of items per program from which on an incomplete last round does not matter
 
 
@@ -166,7 +168,7 @@ class Programs:
         """
         count, idle = len(lengths), numpy.zeros(self.count)
         unsplit, even = Split(count, int(lengths.max())), (float(lengths.sum()) + self.start * count) / self.count
-        if count > _MAX_ROUNDS * self.count and unsplit.run < even:
+        if even >= limit or (count > _MAX_ROUNDS * self.count and unsplit.run < even):
             return unsplit, even
         best = unsplit, float(self.ends(lengths + self.start, idle).max())
         even += self.partial + self.launch + 2 * self.merge
@@ -176,19 +178,31 @@ class Programs:
             if even > min(_GAIN * best[1], best[1] - _WORTH, limit):
                 break
             begins, rest = self.ends(lengths[:whole] + self.start, idle), lengths[whole:]
-            longest, busy = int(rest.max()), float(begins.sum())
-            candidates = [Split(whole, -(-longest // parts)) for parts in PARTS if 2 * parts <= longest]
-            if count <= 2 * self.count and whole == 0:
-                candidates += [Split(0, -(-longest // n), True) for n in TAPERED if longest << 2 >= n << n]
-            for candidate in candidates:
-                counts = -(-rest // candidate.run)
-                partials, merging = int(counts[counts > 1].sum()), self.launch + self.merge * int(counts.max())
-                work = float(rest.sum()) + self.start * float(counts.sum()) + self.partial * partials
-                most = min(_GAIN * best[1], limit) - merging
-                if partials <= MAX_PARTIALS * self.count and busy + work < most * self.count:
-                    costs = self.costs(replace(candidate, whole=0).parts(rest))
-                    costs[::-1].sort()
-                    time = self.end_of_queue(costs) if candidate.tapered else float(self.ends(costs, begins).max())
-                    if time < most:
-                        best = candidate, time + merging
+            limit = min(_GAIN * best[1], limit)
+            for split in self._promising(rest, float(begins.sum()), limit):
+                if split.tapered and best[1] < _TAPER * even:
+                    break
+                parts = split.parts(rest)
+                costs, merging = self.costs(parts), self.launch + self.merge * int(parts.count.max())
+                costs[::-1].sort()
+                time = self.end_of_queue(costs) if split.tapered else float(self.ends(costs, begins).max())
+                if time + merging < limit:
+                    best, limit = (replace(split, whole=whole), time + merging), time + merging
         return best
+
+    def _promising(self, lengths: Ints, busy: float, limit: float) -> list[Split]:
+        """Return a few splits of all these items whose time may be less than `limit`. busy: sum of the times at which programs
+        begin."""
+        sizes, counts = numpy.unique(lengths, return_counts=True)
+        runs = numpy.unique(-(-sizes[-1] // PARTS[sizes[-1] >= 2 * PARTS]))
+        parts = -(-sizes // runs[:, None])
+        items, partials = (parts * counts).sum(1), (parts * counts * (parts > 1)).sum(1)
+        merging = self.launch + self.merge * parts.max(1, initial=0)
+        work = int(lengths.sum()) + self.start * items + self.partial * partials
+        able = (partials <= MAX_PARTIALS * self.count) & (busy + work < (limit - merging) * self.count)
+        times = busy / self.count + -(-items // self.count) * work / items + merging
+        found = [Split(0, int(run)) for run in runs[able][numpy.argsort(times[able])[:_TRIED]]]
+        if busy == 0 and len(lengths) <= 2 * self.count:
+            longest, fits = int(sizes[-1]), MAX_PARTIALS * self.count // len(lengths)
+            found += [Split(0, -(-longest // n), True) for n in TAPERED if n <= fits and longest << 2 >= n << n]
+        return found
