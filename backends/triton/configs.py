@@ -89,7 +89,8 @@ class Architecture:
     """
     prefill: PrefillConfig
     prefill_short: PrefillConfig
-    """Configuration for prompts of up to SHORT_PROMPT tokens, in which a larger fraction of the tiles is masked."""
+    """Configuration for prompts of up to SHORT_PROMPT tokens, in which a larger fraction of the tiles is masked, and for rows of up
+    to 64 elements, of which two programs then fit an SM."""
     extend: PrefillConfig
     """Configuration for keys that are read through the block table by descriptors, if a tile is within one block."""
     extend_gather: PrefillConfig
@@ -209,7 +210,7 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
         if config.tma and paged % config.block_n:
             config = replace(config, block_n=64)
     else:
-        config = arch.prefill_short if query_len <= SHORT_PROMPT else arch.prefill
+        config = arch.prefill_short if query_len <= SHORT_PROMPT or block_d <= 64 else arch.prefill
     if arch.wide is not None and 128 < block_d <= 256 and itemsize == 2:
         config = replace(arch.wide, tma=config.tma)
     elif arch.widest is not None and 256 < block_d <= 512 and itemsize == 2 and (not paged or paged % 64 == 0):
