@@ -18,14 +18,14 @@ Ints = NDArray[numpy.integer[Any]]
 Floats = NDArray[numpy.floating[Any]]
 PARTS = numpy.array((2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64))
 """Candidate numbers of parts into which the keys of the longest item are split."""
-TAPERED = (4, 6)
-"""Candidate numbers of parts for tapered splits."""
+TAPERED = 6
+"""Maximum number of parts of the longest item in a tapered split."""
 MAX_PARTIALS = 4
 """Maximum number of partial results of a step, per program."""
-_GAIN, _WORTH = 0.98, 2.0  # A split must take at most 98 % of the time without it, and save 2 key tiles
+_GAIN, _WORTH = 0.98, 4.0  # A split must take at most 98 % of the time, and is sought if it may save 4 key tiles
 _TAPER = 1.05  # Tapered splits are tried if the best equal one takes at least this multiple of the work per program
 _TRIED = 3  # Number of candidates whose time is estimated item by item
-_MAX_ROUNDS = 16  # Number of items per program from which on an incomplete last round does not matter
+_MAX_ROUNDS = 32  # Number of items per program from which on an incomplete last round does not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +149,21 @@ class Programs:
             ends += round_costs
         return ends
 
-    def end_of_queue(self, costs: Floats) -> float:
-        """Return the exact time at which the last program ends. costs: as in `ends`, which takes a tenth of the time."""
-        ends = [0.0] * self.count
+    def time(self, split: Split, lengths: Ints, begins: Floats) -> float:
+        """Return the estimated time at which the parts of these items have ended and are merged. begins: as in `ends`."""
+        counts = -(-lengths // split.run)
+        if split.tapered:
+            time = self.end_of_queue(split.parts(lengths))
+        else:
+            costs = numpy.repeat(lengths / counts + self.start + self.partial * (counts > 1), counts)
+            costs[::-1].sort()
+            time = float(self.ends(costs, begins).max())
+        return time + self.launch + self.merge * int(counts.max())
+
+    def end_of_queue(self, parts: Parts) -> float:
+        """Return the exact time at which the last program ends, if all begin at once. `ends` takes a tenth of the time."""
+        ends, costs = [0.0] * self.count, self.costs(parts)
+        costs[::-1].sort()
         for cost in costs.tolist():
             heapq.heapreplace(ends, ends[0] + cost)
         return max(ends)
@@ -182,27 +194,26 @@ class Programs:
             for split in self._promising(rest, float(begins.sum()), limit):
                 if split.tapered and best[1] < _TAPER * even:
                     break
-                parts = split.parts(rest)
-                costs, merging = self.costs(parts), self.launch + self.merge * int(parts.count.max())
-                costs[::-1].sort()
-                time = self.end_of_queue(costs) if split.tapered else float(self.ends(costs, begins).max())
-                if time + merging < limit:
-                    best, limit = (replace(split, whole=whole), time + merging), time + merging
+                time = self.time(split, rest, begins)
+                if time < limit:
+                    best, limit = (replace(split, whole=whole), time), time
         return best
 
     def _promising(self, lengths: Ints, busy: float, limit: float) -> list[Split]:
         """Return a few splits of all these items whose time may be less than `limit`. busy: sum of the times at which programs
         begin."""
         sizes, counts = numpy.unique(lengths, return_counts=True)
-        runs = numpy.unique(-(-sizes[-1] // PARTS[sizes[-1] >= 2 * PARTS]))
+        longest, most = int(sizes[-1]), MAX_PARTIALS * self.count
+        runs = numpy.unique(-(-longest // PARTS[longest >= 2 * PARTS]))
         parts = -(-sizes // runs[:, None])
-        items, partials = (parts * counts).sum(1), (parts * counts * (parts > 1)).sum(1)
-        merging = self.launch + self.merge * parts.max(1, initial=0)
+        items = (parts * counts).sum(1)
+        partials = items - ((parts == 1) * counts).sum(1)
+        merging = self.launch + self.merge * parts[:, -1]
         work = int(lengths.sum()) + self.start * items + self.partial * partials
-        able = (partials <= MAX_PARTIALS * self.count) & (busy + work < (limit - merging) * self.count)
-        times = busy / self.count + -(-items // self.count) * work / items + merging
-        found = [Split(0, int(run)) for run in runs[able][numpy.argsort(times[able])[:_TRIED]]]
-        if busy == 0 and len(lengths) <= 2 * self.count:
-            longest, fits = int(sizes[-1]), MAX_PARTIALS * self.count // len(lengths)
-            found += [Split(0, -(-longest // n), True) for n in TAPERED if n <= fits and longest << 2 >= n << n]
+        able = (partials <= most) & (busy + work < (limit - merging) * self.count)
+        times = -(-items // self.count) * work / items + merging
+        found = [Split(0, int(runs[i])) for i in numpy.argsort(times) if able[i]][:_TRIED]
+        tapered = min(TAPERED, most // len(lengths))
+        if busy == 0 and tapered >= 3 and longest << 2 >= tapered << tapered:  # no part is empty
+            found.append(Split(0, -(-longest // tapered), True))
         return found

@@ -96,16 +96,20 @@ def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | N
     """Return the schedule with the lowest estimated time. num_splits: number of parts of the longest query tile's keys, which
     overrides the rule."""
     best: tuple[float, Problem, AttentionTile, QueryTiles, Split] | None = None
+    work = 0.0  # rows x keys of each program, with the previous tile
     for tile in tiles:
+        if best is not None and work * _COSTS[tile.groups] / tile.rows > best[0]:
+            continue
         rows, shared = problem.rows(tile), replace(problem, programs=problem.programs // max(tile.cluster, 1))
         if not len(rows.seq):
             return Schedule(tile, numpy.zeros((0, ITEM_INTS), dtype=numpy.int32))
+        lengths = rows.lengths(tile.keys)
         if num_splits is None:
             limit = math.inf if best is None else best[0] / (_COSTS[tile.groups] * tile.keys)
-            lengths = rows.lengths(tile.keys)
             split, time = replace(_ONE, count=shared.programs).split(lengths[shared.order(lengths)[0]], limit=limit)
         else:
-            split, time = Split(0, -(-int(rows.lengths(tile.keys).max()) // num_splits)), 0.0
+            split, time = Split(0, -(-int(lengths.max()) // num_splits)), 0.0
+        work = int(lengths.sum()) * problem.heads / shared.programs * tile.keys * tile.rows
         time *= _COSTS[tile.groups] * tile.keys
         if best is None or time < best[0]:
             best = time, shared, tile, rows, split

@@ -89,8 +89,8 @@ class Architecture:
     """
     prefill: PrefillConfig
     prefill_short: PrefillConfig
-    """Configuration for prompts of up to SHORT_PROMPT tokens, in which a larger fraction of the tiles is masked, and for rows of up
-    to 64 elements, of which two programs then fit an SM."""
+    """Configuration for prompts of up to SHORT_PROMPT tokens, in which a larger fraction of the tiles is masked. Also for rows of
+    up to 64 elements, because two programs then fit an SM."""
     extend: PrefillConfig
     """Configuration for keys that are read through the block table by descriptors, if a tile is within one block."""
     extend_gather: PrefillConfig
