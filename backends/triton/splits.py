@@ -88,9 +88,10 @@ def schedule_tiles(
     if len(rows) == 0:
         return TileSchedule(rows, 0, 0)
     lengths = tiles.lengths(block_n)
-    parts = choose(lengths).parts(lengths)
-    if not parts.shared.any():
+    split = choose(lengths)
+    if split.run >= lengths.max():
         return TileSchedule(rows, len(rows), 0)
+    parts = split.parts(lengths)
 
     first = parts.shared & (parts.number == 0)
     merges = rows[parts.tile[first]]
