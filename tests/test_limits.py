@@ -13,7 +13,7 @@ from source_trees import FOLDERS, ROOT, SOURCES, all_imports, is_kernel, nodes_o
 
 pytestmark = pytest.mark.xdist_group("structure")
 
-FILES, LINES = 514, 112_267
+FILES, LINES = 514, 112_270
 """Of the installed package; the plan is 92,000 lines. Raised eleven times. First, from 510 and 103,333: docstrings became whole
 sentences, and Gemma 4, the choice by kind of layer, derived times and any head size were added. The second time, by 166 lines: an
 idle engine measures, and `hopper` computes heads of 512. The third time, by one file and 327 lines: a process compiles Triton's
@@ -24,9 +24,9 @@ computed by `sdpa`, inlined into Triton's kernels, held to by the kit, and known
 differential attention. The seventh time, by one file and 311 lines: an all-reduce for large tensors, weights of 5 and 6 bits on a
 CPU, and block masks for FlexAttention. The eighth time, by 244 lines: all-reduces that overlap with linear layers. The ninth
 time, by three files and no lines: two files with several subjects were divided. The tenth time, by 16 lines: `triton` lets the
-next kernel start late, and a second kernel that overlaps is named. The eleventh time, by 54 lines: one rule splits the last
+next kernel start late, and a second kernel that overlaps is named. The eleventh time, by 57 lines: one rule splits the last
 items of a prefill or extend, in `hopper` and `triton`."""
-BENCH_LINES, TEST_LINES = 9_209, 64_912
+BENCH_LINES, TEST_LINES = 9_209, 64_916
 SMALL_WITH_ONE_IMPORTER = 0
 MANY_PARAMETERS = 6
 MIXED_SPLATS = 120

@@ -216,15 +216,15 @@ class HopperKernels:
         return encoded
 
     def _grow(self, schedule: Schedule) -> None:
-        """Enlarge the buffers for partial results. Old buffers stay allocated, since earlier steps or graphs may use them."""
+        """Allocate the buffers for partial results at the first split. They grow only with the option `num_splits`; old buffers
+        then stay allocated, since earlier steps or graphs may use them."""
         results = schedule.num_partials * schedule.tile.groups
-        floats = results * _partial_floats(self._spec.v_head_dim)
-        if self._partials.numel() < floats:
-            self._outgrown.append(self._partials)
+        if results > self._tickets.numel():
+            results = max(results, MAX_PARTIALS * self._programs * self._tiles.wide.groups)
+            self._outgrown += (self._partials, self._tickets)
+            floats = results * _partial_floats(self._spec.v_head_dim)
             self._partials = torch.empty(floats, dtype=torch.float32, device=self._spec.device)
-        if self._tickets.numel() < results:
-            self._outgrown.append(self._tickets)
-            self._tickets = torch.zeros(2 * results, dtype=torch.int32, device=self._spec.device)
+            self._tickets = torch.zeros(results, dtype=torch.int32, device=self._spec.device)
 
 
 def _partial_floats(v_head_dim: int) -> int:

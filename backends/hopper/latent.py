@@ -230,7 +230,7 @@ class HopperLatent(SplitDecoding):
 
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
-        tile = HeadTile.of(spec.num_heads, self.count_option(options, "cluster"))
+        tile = HeadTile.of(spec.num_heads, self.count_option(options, "cluster", 2))
         assert tile is not None, "asked by supports"
         splits = self.count_option(options, "num_splits")
         self._decode = HopperLatentDecode(setup_of(spec, layout, block_size), splits, tile)

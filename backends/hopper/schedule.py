@@ -100,7 +100,7 @@ def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | N
     for tile in tiles:
         if best is not None and work * _COSTS[tile.groups] / tile.rows > best[0]:
             continue
-        rows, shared = problem.rows(tile), replace(problem, programs=problem.programs // max(tile.cluster, 1))
+        rows, shared = problem.rows(tile), replace(problem, programs=max(problem.programs // max(tile.cluster, 1), 1))
         if not len(rows.seq):
             return Schedule(tile, numpy.zeros((0, ITEM_INTS), dtype=numpy.int32))
         lengths = rows.lengths(tile.keys)

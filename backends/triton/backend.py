@@ -88,6 +88,8 @@ class TritonAttention(AttentionBackend):
         if spec.invariance >= Invariance.PHASE and (splits or extend_splits):
             name = "num_splits" if splits else "extend_splits"
             raise ConfigError(f"--attn-opt {self.name}.{name}", "no splits, in deterministic mode full", splits or extend_splits)
+        if spec.batch_invariant and extend_splits is not None and extend_splits > 1:  # runs depend on the longest sequence
+            raise ConfigError(f"--attn-opt {self.name}.extend_splits", "1, in deterministic mode", extend_splits)
         self.decode_kernels = decode(setup, splits)
         self.prefill_kernels = Prefill(setup, extend_splits)
         self._one_kernel = spec.invariance >= Invariance.PHASE

@@ -136,12 +136,12 @@ class AttentionBackend(Kernel):
 
         :raises ConfigError: if the value is not an integer between 1 and `most`.
         """
-        text = (options or {}).get(name)
-        if text is None:
+        if (options or {}).get(name) is None:
             return None
-        if not text.isdigit() or int(text) < 1 or (most is not None and int(text) > most):
-            need = "a number of at least 1" if most is None else f"a number from 1 to {most}"
-            raise ConfigError(f"--attn-opt {cls.name}.{name}", need, repr(text))
+        text, limit = str((options or {})[name]), most or 10**9
+        if not (text.isascii() and text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= limit):
+            need = f"an integer {'of at least 1' if most is None else f'from 1 to {most}'}: {cls.options.get(name, name)}"
+            raise ConfigError(f"--attn-opt {cls.name}.{name}", need, repr(text[:20]))
         return int(text)
 
     @classmethod

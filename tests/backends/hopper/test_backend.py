@@ -86,9 +86,14 @@ def test_the_registry_takes_their_claims(registry: Registry, name: str, backend:
         assert str(registry.availability(name)) == "no: device: needs a CUDA GPU, got none"
 
 
-def test_options_are_numbers() -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        HopperAttention.count_option({"num_splits": "none"}, "num_splits")
+def test_options_are_integers() -> None:
+    assert HopperAttention.count_option({"num_splits": "12"}, "num_splits") == 12
+    assert HopperAttention.count_option({"num_splits": 3}, "num_splits", 3) == 3  # type: ignore[dict-item] -- natural in Python
+    for wrong in ("none", "0", "-1", "1.5", "\u00b2", "", "9" * 5000, True):
+        with pytest.raises(ConfigError, match="an integer of at least 1: splits of the longest"):
+            HopperAttention.count_option({"num_splits": wrong}, "num_splits")  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="from 1 to 2"):
+        HopperLatent.count_option({"cluster": "3"}, "cluster", 2)
 
 
 STEPS = [[(1000, 1000), (3, 3), (260, 260)], [(200, 3200), (64, 64), (5, 705)], [(40, 9040), (17, 117)]]

@@ -172,7 +172,7 @@ def test_it_claims_absorbed_layers_of_deepseek(monkeypatch: pytest.MonkeyPatch) 
 
 def test_options_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     latent_by_the_host(monkeypatch, 0)
-    with pytest.raises(ConfigError, match=r"hopper_mla.cluster: needs a number of at least 1"):
+    with pytest.raises(ConfigError, match=r"hopper_mla.cluster: needs an integer from 1 to 2"):
         HostLatent(latent_layer(device=torch.device("cpu")), LATENT, 16, {"cluster": "0"})
 
 

@@ -209,6 +209,8 @@ def test_decode_writes_where_it_keeps_cache_and_bits() -> None:
     assert not TritonAttention(spec(kv_dtype=FP8), NHD, 16).decode_writes
     assert not TritonAttention(spec(kv_dtype=torch.int8), NHD_INT8, 16).decode_writes
     assert not TritonAttention(spec(invariance=Invariance.BATCH), NHD, 16).decode_writes
+    with pytest.raises(ConfigError, match="needs 1, in deterministic mode, got 3"):
+        TritonAttention(spec(invariance=Invariance.BATCH), NHD, 16, {"extend_splits": "3"})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
