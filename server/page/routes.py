@@ -14,8 +14,9 @@ from fastapi import FastAPI, Query
 from starlette.responses import Response
 
 from headway.core.contract.metadata import Phase
+from headway.core.engine.cache.usage import Occupancy
 from headway.core.engine.execution.graph_set import as_run
-from headway.core.engine.loop import Occupancy, occupancy
+from headway.core.engine.loop import EngineLoop
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 from headway.hosting.driver import EngineDriver
@@ -231,7 +232,7 @@ class PageRoutes(RouteGroup):
         return _json(orjson.dumps(await self._llm.run_task(partial(explained, shape=shape), concurrently=True)))
 
     async def _read(self) -> bytes:
-        now: Occupancy = await self._llm.query(partial(occupancy, most=MOST_SEQUENCES))
+        now: Occupancy = await self._llm.query(partial(EngineLoop.occupancy, most=MOST_SEQUENCES))
         queued = self._service.num_unsubmitted
         return orjson.dumps(await self._llm.run_task(partial(state_of, now=now, queued=queued), concurrently=True))
 

@@ -9,6 +9,7 @@ from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.sequence import PageTable, Sequence
 from headway.core.engine.data.state_slots import StateSlots
+from headway.core.engine.data.stats import EngineSnapshot
 
 OWN, SHARED, RESERVED, FREED = "osrg"
 """Letters for the use of a block: referenced only by this sequence; shared with other sequences or found in the prefix cache;
@@ -123,3 +124,65 @@ def _letters(blocks: BlockManager, seq: Sequence, group: CacheGroup, table: Page
         for start in range(first, first + group.page_size, block_size):
             letters.append(FREED if number < table.num_freed_pages else held if start < seq.num_computed else RESERVED)
     return "".join(letters)
+
+
+class Holding(NamedTuple):
+    """Page counts of one sequence, over all cache groups."""
+
+    request_id: str
+    completion: int
+    """Index of the completion within its request."""
+    num_tokens: int
+    """Number of tokens whose keys and values are in the cache."""
+    num_prompt_tokens: int
+    found: int
+    """Number of pages found in the prefix cache when the sequence began; other sequences may also reference these pages."""
+    computed: int
+    """Number of pages that the sequence's own steps have written."""
+    reserved: int
+    """Number of pages that contain no token yet."""
+
+
+class Occupancy(NamedTuple):
+    """Snapshot of an engine, with the sequences that reference pages."""
+
+    engine: EngineSnapshot
+    holdings: tuple[Holding, ...]
+    """Page counts of the sequences in order of their start, at most as many as requested."""
+    num_holding: int
+    """Number of sequences that reference pages, including sequences that `holdings` does not list."""
+    num_decoding: int
+    """Number of sequences whose prompt has been computed."""
+    num_decoding_tokens: int
+    """Total number of cached tokens of the decoding sequences."""
+
+
+def occupancy(engine: EngineSnapshot, holders: Items[Sequence], running: Items[Sequence], most: int) -> Occupancy:
+    """Return an engine's occupancy. holders: sequences that reference pages. most: maximum length of `holdings`."""
+    decoding = [tokens for seq in running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
+    return Occupancy(
+        engine=engine,
+        holdings=tuple(_holding(seq) for seq in holders[:most]),
+        num_holding=len(holders),
+        num_decoding=len(decoding),
+        num_decoding_tokens=sum(decoding),
+    )
+
+
+def _holding(seq: Sequence) -> Holding:
+    found = written = held = 0
+    tokens = seq.num_computed
+    for table in seq.tables:
+        gone = table.num_freed_pages
+        held += len(table.pages) - gone
+        written += max(min(-(-tokens // table.page_size), len(table.pages)) - gone, 0)
+        found += max(seq.num_cached_tokens // table.page_size - gone, 0)
+    return Holding(
+        request_id=seq.request_id,
+        completion=seq.index,
+        num_tokens=tokens,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        found=found,
+        computed=max(written - found, 0),
+        reserved=held - written,
+    )

@@ -19,7 +19,6 @@ from headway.core.engine.data import pool
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import PageFormat, page_format
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.loop import occupancy
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
@@ -207,7 +206,7 @@ def test_occupancy_agrees_with_cache_usage(registry: Registry) -> None:
     engine.add_request("other", engine.limits.checked([40, 41, 42], params))
     for _ in range(9):
         engine.step()
-        now, usage = occupancy(engine, most=8), engine.cache_usage()
+        now, usage = engine.occupancy(most=8), engine.cache_usage()
         assert now.num_holding == len(usage.sequences)
         for held, drawn in zip(now.holdings, usage.sequences, strict=True):
             letters = drawn.blocks[0]
@@ -217,7 +216,7 @@ def test_occupancy_agrees_with_cache_usage(registry: Registry) -> None:
     assert [held.found for held in now.holdings] == [0, 4, 0]
     assert now.num_decoding == 3
     assert now.num_decoding_tokens == sum(held.num_tokens for held in now.holdings)
-    assert [held.request_id for held in occupancy(engine, most=1).holdings] == ["first"]
-    assert occupancy(engine, most=1).num_holding == 3
+    assert [held.request_id for held in engine.occupancy(most=1).holdings] == ["first"]
+    assert engine.occupancy(most=1).num_holding == 3
     engine.abort_all()
-    assert occupancy(engine, most=8).num_holding == occupancy(engine, most=8).num_decoding == 0
+    assert engine.occupancy(most=8).num_holding == engine.occupancy(most=8).num_decoding == 0
