@@ -71,7 +71,7 @@ class FlashInterface(VarlenAttention):
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._layer: dict[str, Any] = {}
-        if spec.sliding_window is not None:  # flash-attn's `left` is the number of keys before the query
+        if spec.sliding_window is not None:  # flash-attn counts only keys before the query
             left = spec.sliding_window - 1
             self._layer["sliding_window"] = (left, 0 if spec.causal else left)
         if spec.softcap is not None:

@@ -517,7 +517,7 @@ def _tile(
         if slopes is not None:
             scores = scores - slopes * distance.float()
         gate = None
-        if rule is not None and heads is not None:  # the results of padding rows and keys are not read
+        if rule is not None and heads is not None:  # padding rows and keys need no right results
             scores, gate = rule.changed(scores, positions.clamp(max=kv_len - 1), begin + place, heads.long())
         scores = scores.masked_fill(~seen, -torch.inf)
         higher = torch.maximum(most, scores.amax(-1, keepdim=True))

@@ -136,37 +136,31 @@ class Programs:
         return parts.last - parts.first + self.start + self.partial * parts.shared
 
     def ends(self, costs: Floats, begins: Floats) -> Floats:
-        """Return the times at which programs end. This is exact if items have similar costs, and otherwise too late.
+        """Return the times at which programs end. This is exact if items have similar costs, and otherwise slightly too late.
 
         costs: time of each item, in the order in which programs take them. begins: [programs]: time at which each program begins.
         """
-        rounds = -(-len(costs) // self.count)
-        padded = numpy.zeros((rounds, self.count))
-        padded.reshape(-1)[: len(costs)] = costs
-        ends = begins.copy()
-        for round_costs in padded:
+        ends, step = begins.copy(), self.count
+        if len(costs) <= 4 * self.count and costs.max(initial=0) > 1.25 * costs.min(initial=math.inf):
+            step = -(-self.count // 8)
+        for at in range(0, len(costs), step):
             ends.sort()
-            ends += round_costs
+            taken = costs[at : at + step]
+            ends[: len(taken)] += taken
         return ends
 
     def time(self, split: Split, lengths: Ints, begins: Floats) -> float:
-        """Return the estimated time at which the parts of these items have ended and are merged. begins: as in `ends`."""
+        """Return the estimated time at which the parts of these items have ended and are merged. begins: as in `ends`. It is
+        exact for a tapered split, for which it takes ten times as long."""
         counts = -(-lengths // split.run)
-        if split.tapered:
-            time = self.end_of_queue(split.parts(lengths))
-        else:
-            costs = numpy.repeat(lengths / counts + self.start + self.partial * (counts > 1), counts)
-            costs[::-1].sort()
-            time = float(self.ends(costs, begins).max())
-        return time + self.launch + self.merge * int(counts.max())
-
-    def end_of_queue(self, parts: Parts) -> float:
-        """Return the exact time at which the last program ends, if all begin at once. `ends` takes a tenth of the time."""
-        ends, costs = [0.0] * self.count, self.costs(parts)
-        costs[::-1].sort()
-        for cost in costs.tolist():
+        merging = self.launch + self.merge * int(counts.max())
+        if not split.tapered:  # without `parts`, in a fifth of the time
+            costs = lengths / counts + self.start + self.partial * (counts > 1)
+            return float(self.ends(-numpy.sort(-costs.repeat(counts)), begins).max()) + merging
+        ends: list[float] = sorted(begins.tolist())
+        for cost in (-numpy.sort(-self.costs(split.parts(lengths)))).tolist():
             heapq.heapreplace(ends, ends[0] + cost)
-        return max(ends)
+        return max(ends) + merging
 
     def split(self, lengths: Ints, heads: int = 1, limit: float = math.inf) -> tuple[Split, float]:
         """Return the split with the lowest estimated time, and that time in key tiles.

@@ -220,10 +220,10 @@ class HopperKernels:
         then stay allocated, since earlier steps or graphs may use them."""
         results = schedule.num_partials * schedule.tile.groups
         if results > self._tickets.numel():
-            results = max(results, MAX_PARTIALS * self._programs * self._tiles.wide.groups)
+            size = _partial_floats(self._spec.v_head_dim)
+            results = max(results, self.workspace_bytes() // (4 * size))
             self._outgrown += (self._partials, self._tickets)
-            floats = results * _partial_floats(self._spec.v_head_dim)
-            self._partials = torch.empty(floats, dtype=torch.float32, device=self._spec.device)
+            self._partials = torch.empty(results * size, dtype=torch.float32, device=self._spec.device)
             self._tickets = torch.zeros(results, dtype=torch.int32, device=self._spec.device)
 
 

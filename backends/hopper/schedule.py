@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -32,6 +33,14 @@ class Schedule:
     items: NDArray[numpy.int32]
     """[num_items, ITEM_INTS]: items in the order in which programs take them."""
     num_partials: int = 0
+
+
+class Order(NamedTuple):
+    """Items in the order in which programs take them: query tile, kv head, and section of kv heads."""
+
+    tile: Ints
+    head: Ints
+    section: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +89,20 @@ class Problem:
         heads = L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1)
         return -(-self.heads // min(max(heads, 1), self.heads))
 
-    def order(self, lengths: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return (query tile, kv head, section) of each item before splitting, the longest items of a section first.
-
-        lengths: number of key tiles of each query tile of a kv head.
-        """
+    def order(self, lengths: Ints) -> Order:
+        """Return the items before splitting, the longest items of a section first. lengths: number of key tiles of each query
+        tile of a kv head."""
         tiles = numpy.argsort(-lengths, kind="stable")
         parts = numpy.array_split(numpy.arange(self.heads), self.sections(len(tiles)))
         tile = numpy.concatenate([numpy.repeat(tiles, len(heads)) for heads in parts])
         head = numpy.concatenate([numpy.tile(heads, len(tiles)) for heads in parts])
-        return tile, head, numpy.repeat(numpy.arange(len(parts)), [len(tiles) * len(heads) for heads in parts])
+        return Order(tile, head, numpy.repeat(numpy.arange(len(parts)), [len(tiles) * len(heads) for heads in parts]))
 
 
 def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | None = None) -> Schedule:
     """Return the schedule with the lowest estimated time. num_splits: number of parts of the longest query tile's keys, which
     overrides the rule."""
-    best: tuple[float, Problem, AttentionTile, QueryTiles, Split] | None = None
+    best: tuple[float, Problem, AttentionTile, QueryTiles, Order, Split] | None = None
     work = 0.0  # rows x keys of each program, with the previous tile
     for tile in tiles:
         if best is not None and work * _COSTS[tile.groups] / tile.rows > best[0]:
@@ -103,21 +110,21 @@ def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | N
         rows, shared = problem.rows(tile), replace(problem, programs=max(problem.programs // max(tile.cluster, 1), 1))
         if not len(rows.seq):
             return Schedule(tile, numpy.zeros((0, ITEM_INTS), dtype=numpy.int32))
-        lengths = rows.lengths(tile.keys)
+        order = shared.order(lengths := rows.lengths(tile.keys))
         if num_splits is None:
             limit = math.inf if best is None else best[0] / (_COSTS[tile.groups] * tile.keys)
-            split, time = replace(_ONE, count=shared.programs).split(lengths[shared.order(lengths)[0]], limit=limit)
+            split, time = replace(_ONE, count=shared.programs).split(lengths[order.tile], limit=limit)
         else:
             split, time = Split(0, -(-int(lengths.max()) // num_splits)), 0.0
         work = int(lengths.sum()) * problem.heads / shared.programs * tile.keys * tile.rows
         time *= _COSTS[tile.groups] * tile.keys
         if best is None or time < best[0]:
-            best = time, shared, tile, rows, split
+            best = time, shared, tile, rows, order, split
     assert best is not None
     return cut(*best[1:])
 
 
-def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, split: Split) -> Schedule:
+def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, order: Order, split: Split) -> Schedule:
     """Return the items of a step. Within a section of kv heads, parts come after the items that are not split, the longest and
     the first part of each query tile first, so that concurrent programs share keys."""
     lengths = rows.lengths(tile.keys)
@@ -130,12 +137,11 @@ def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, split: Split) -
     whole[:, 5] = rows.first
     whole[:, 6] = rows.first + lengths
     whole[:, 7] = 1
-    of, head, section = problem.order(lengths)
-    items = whole.take(of, axis=0)
-    items[:, 10] = head
+    items = whole.take(order.tile, axis=0)
+    items[:, 10] = order.head
     if split.whole >= len(items):
         return Schedule(tile, items)
-    parts = split.parts(lengths[of])
+    parts = split.parts(lengths[order.tile])
     items = items.take(parts.tile, axis=0)
     items[:, 6] = items[:, 5] + parts.last
     items[:, 5] += parts.first.astype(numpy.int32)
@@ -143,6 +149,6 @@ def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, split: Split) -
     items[:, 8] = parts.number
     items[:, 9] = parts.slots - parts.number
     rest = slice(split.whole, None)
-    order = numpy.lexsort((parts.number[rest], (parts.first - parts.last)[rest], section[parts.tile[rest]]))
-    items[rest] = items[rest].take(order, axis=0)
+    places = numpy.lexsort((parts.number[rest], (parts.first - parts.last)[rest], order.section[parts.tile[rest]]))
+    items[rest] = items[rest].take(places, axis=0)
     return Schedule(tile, items, int(parts.shared.sum()))

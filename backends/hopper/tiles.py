@@ -80,13 +80,8 @@ class AttentionTile:
             return SHARED_BYTES
         k_row, v_row = (128 * -(-dim // _PANEL) for dim in (head_dim, v_head_dim))
         barriers = 8 * (2 * self.query_stages + 4 + 4 * self.stages)
-        return (
-            self.query_stages * (self.rows + self.padding) * k_row
-            + self.stages * self.keys * (k_row + v_row)
-            + 2 * 48
-            + barriers
-            + 1024
-        )
+        queries = self.query_stages * (self.rows + self.padding) * k_row
+        return queries + self.stages * self.keys * (k_row + v_row) + 2 * 44 + barriers + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +97,7 @@ class TilePair:
 def tiles_of(spec: AttentionSpec) -> TilePair:
     """Return the tiles for a kind of layer."""
     pair = _largest(spec.head_dim, spec.v_head_dim)
-    wide, narrow = (tile.padded(spec.group_size, spec.head_dim, spec.v_head_dim) for tile in (pair.wide, pair.narrow))
-    return TilePair(wide, narrow)
+    return TilePair(*(tile.padded(spec.group_size, spec.head_dim, spec.v_head_dim) for tile in (pair.wide, pair.narrow)))
 
 
 def _largest(head_dim: int, v_head_dim: int) -> TilePair:

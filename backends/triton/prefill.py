@@ -142,13 +142,12 @@ class Prefill:
 
     def _split(self, config: PrefillConfig, tiles: Ints) -> Split:
         """Return how to split query tiles. tiles: number of key tiles of each."""
-        spec, longest = self._spec, int(tiles.max())
+        spec, heads = self._spec, self._spec.num_kv_heads
         if self._num_splits is not None:
-            return Split(0, -(-longest // self._num_splits))
+            return Split(0, -(-int(tiles.max()) // self._num_splits))
         flops = 2 * config.block_m * config.block_n * (spec.head_dim + spec.v_head_dim)
         tile_us = flops * self.multiprocessors / config.flops_per_us
         start, partials, launch = (each / tile_us for each in (config.start_us, config.partial_us, config.merge_us))
-        heads = spec.num_kv_heads
         split, _ = Programs(self.multiprocessors, start, partials, launch=launch).split(tiles.repeat(heads), heads)
         return replace(split, whole=split.whole // heads)
 

@@ -112,7 +112,7 @@ class SourceWriter:
         self.keyed = bool(depends & KEYED)
         for index, size, stride in zip(indices, table.shape, table.strides, strict=True):
             text = self.cast(index, index.dtype)
-            if index.number is None:  # clamp: positions after a sequence's end would be outside of the table
+            if index.number is None:  # a position after the sequence's end may exceed the table
                 text = text if index.natural else f"tl.where({text} < 0, {text} + {size}, {text})"
                 text = f"tl.minimum(tl.maximum({text}, 0), {max(size - 1, 0)})"
             places.append(text if stride == 1 else f"{text} * {stride}")

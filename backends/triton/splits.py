@@ -92,22 +92,23 @@ def schedule_tiles(
     if split.run >= lengths.max():
         return TileSchedule(rows, len(rows), 0)
     parts = split.parts(lengths)
+    shared, slots = parts.shared, parts.slots
 
-    first = parts.shared & (parts.number == 0)
+    first = shared & (parts.number == 0)
     merges = rows[parts.tile[first]]
     merges[:, : MergeColumn.FIRST_SLOT] = merges[:, [TileColumn.FIRST_TOKEN, TileColumn.QUERY_LEN, TileColumn.QUERY_TILE]]
-    merges[:, MergeColumn.FIRST_SLOT] = parts.slots[first]
+    merges[:, MergeColumn.FIRST_SLOT] = slots[first]
     merges[:, MergeColumn.NUM_SLOTS] = parts.count[first]
     rows = rows[parts.tile]
     end = (rows[:, TileColumn.FIRST_KEY_TILE] + parts.last) * block_n
     rows[:, TileColumn.KEY_END] = numpy.minimum(rows[:, TileColumn.KEY_END], end)
     rows[:, TileColumn.FIRST_KEY_TILE] += parts.first.astype(numpy.int32)
-    rows[:, TileColumn.SLOT] = numpy.where(parts.shared, parts.slots, -1)
+    rows[:, TileColumn.SLOT] = numpy.where(shared, slots, -1)
     # The longest parts come first, and the first parts of all query tiles, so that concurrent programs share keys.
-    whole = int(parts.shared.argmax())
+    whole = int(shared.argmax())
     order = numpy.lexsort((parts.number[whole:], (parts.first - parts.last)[whole:]))
     rows[whole:] = rows[whole:].take(order, axis=0)
-    return TileSchedule(numpy.concatenate([rows, merges]), len(rows), int(parts.shared.sum()))
+    return TileSchedule(numpy.concatenate([rows, merges]), len(rows), int(shared.sum()))
 
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -136,9 +136,10 @@ class AttentionBackend(Kernel):
 
         :raises ConfigError: if the value is not an integer between 1 and `most`.
         """
-        if (options or {}).get(name) is None:
+        value = (options or {}).get(name)
+        if value is None:
             return None
-        text, limit = str((options or {})[name]), most or 10**9
+        text, limit = str(value), most or 10**9
         if not (text.isascii() and text.isdecimal() and len(text) <= 10 and 1 <= int(text) <= limit):
             need = f"an integer {'of at least 1' if most is None else f'from 1 to {most}'}: {cls.options.get(name, name)}"
             raise ConfigError(f"--attn-opt {cls.name}.{name}", need, repr(text[:20]))

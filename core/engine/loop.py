@@ -413,8 +413,7 @@ class EngineLoop:
             log.error("recorder: %s, but no file was written: %s", reason, error)
 
     def occupancy(self, most: int) -> Occupancy:
-        """Return the engine's occupancy. This takes about 1 us per sequence and 30 ns per cached page. most: maximum length of
-        `holdings`."""
+        """Return the engine's occupancy, with `most` holdings at most, in about 1 us per sequence and 30 ns per cached page."""
         return occupancy(self.snapshot(), self.scheduler.holders, self.scheduler.running, most)
 
     def cache_usage(self) -> CacheUsage:

@@ -115,8 +115,8 @@ __device__ __forceinline__ void copy_values(u32 base, const TensorMap& map, cons
   }
 }
 
-// Copies each item's queries: for its tokens, complete ones, the heads that share the kv head. Tokens of the next sequence may be included;
-// their rows are computed but not stored.
+// Copies each item's queries: all heads that share the kv head, of all tokens to which its rows belong. Tokens of the next sequence may be
+// included; their rows are computed but not stored.
 __device__ __forceinline__ void copy_queries(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
   Ring<2> shown;
   Ring<QUERY_STAGES> q;

@@ -119,7 +119,7 @@ class TorchRanks:
         return kernel(x, onto)
 
     def overlapped(self) -> AsyncAllReduceKernel | None:
-        if self._overlapped is None or AHEAD.get() is not None:  # kernels compiled ahead differ between ranks
+        if self._overlapped is None or AHEAD.get() is not None:  # while compiling ahead, ranks make different calls
             return None
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
